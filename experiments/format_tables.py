@@ -1,0 +1,191 @@
+"""How the schemes and their refinements hold up before any tuning: perplexity on WikiText-2 at every width.
+
+    python experiments/format_tables.py --text wiki.test.tokens --json experiments/format_tables.json
+    python experiments/format_tables.py --text wiki.test.tokens --quick        # a few windows, on a CPU
+
+Weights are replaced by the values they take at each width, nothing else changes; `rows` lists what is compared.
+Windows of 2048 tokens without overlap, float32 arithmetic. `--show FILE` prints the tables of an earlier run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from torch import Tensor, nn
+
+from otaro import sefp
+from otaro.precision import WIDEST, Precision
+from otaro.sefp import Format
+
+Quantizer = Callable[[Tensor, Precision], Tensor]
+
+
+def direct(format: Format) -> Quantizer:
+    """Each width encoded from the weight itself."""
+    return lambda weight, precision: sefp.decode(sefp.encode(weight, precision, format))
+
+
+def sliced(format: Format) -> Quantizer:
+    """Each width cut from the E5M8 codes, as a packed model does it."""
+    return lambda weight, precision: sefp.decode(sefp.truncate(sefp.encode(weight, WIDEST, format), precision))
+
+
+def half_step(weight: Tensor, precision: Precision) -> Tensor:
+    """Truncated codes decoded in the middle of their cell: no zero at all."""
+    codes = sefp.encode(weight, precision, Format("truncate"))
+    centred = sefp.decode(codes).abs() + sefp.step(codes.exponent, precision).repeat_interleave(64, -1)[
+        ..., : weight.shape[-1]
+    ] / 2
+    return torch.where(codes.code >> precision.mantissa != 0, -centred, centred)
+
+
+@dataclass(frozen=True)
+class Row:
+    table: str
+    name: str
+    quantizer: Quantizer
+    embedding_floor: Precision | None = None
+    """Embeddings (and the tied head) at this width or the model's, whichever is wider; None leaves them alone."""
+
+
+def rows() -> Iterator[Row]:
+    yield Row("schemes", "truncate", sliced(Format("truncate")))
+    yield Row("schemes", "truncated codes, half-step decode", half_step)
+    yield Row("schemes", "nearest, each width from the original", direct(Format("nearest")))
+    yield Row("schemes", "nearest, sliced from E5M8", sliced(Format("nearest")))
+    yield Row("schemes", "nested", sliced(Format()))
+    by = Precision
+    yield Row("refinements", "polarity", sliced(Format(polarity=True)))
+    for width in (by.E5M4, by.E5M5):
+        yield Row("refinements", f"exponent by error at {width}", sliced(Format(exponent_by_error=width)))
+        refined = Format(polarity=True, exponent_by_error=width)
+        yield Row("refinements", f"polarity, exponent by error at {width}", sliced(refined))
+    for size in (32, 128, 256):
+        yield Row("group size", f"nested, groups of {size}", sliced(Format(group_size=size)))
+    for floor in (by.E5M3, by.E5M4, by.E5M5, by.E5M6, by.E5M8):
+        name = "at the model's width" if floor == by.E5M3 else f"never under {floor}"
+        yield Row("embeddings and head", name, sliced(Format()), floor)
+
+
+def targets(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """The weights of linear layers, and those of embeddings and head (once where they are tied)."""
+    linear, embedding = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and "lm_head" in name):
+            embedding[name] = module.weight
+        elif isinstance(module, nn.Linear):
+            linear[name] = module.weight
+    return linear, {name: weight for name, weight in embedding.items() if name in dict(_unique(embedding))}
+
+
+def _unique(weights: dict[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
+    seen: set[int] = set()
+    for name, weight in weights.items():
+        if id(weight) not in seen:
+            seen.add(id(weight))
+            yield name, weight
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = common.load_model(arguments.model, device)
+    tokens = torch.from_numpy(common.tokens_of(Path(arguments.text), arguments.model)).long().to(device)
+    if arguments.quick:
+        tokens = tokens[: 2 * arguments.window]
+    linear, embedding = targets(model)
+    original = {name: weight.detach().clone() for name, weight in (linear | embedding).items()}
+    result: dict[str, Any] = {
+        "model": arguments.model,
+        "text": Path(arguments.text).name,
+        "tokens": len(tokens),
+        "window": arguments.window,
+        "linear_weights": sum(weight.numel() for weight in linear.values()),
+        "embedding_weights": sum(weight.numel() for weight in embedding.values()),
+        "clamped_groups": clamped_groups(original),
+        "clipped": clipped_weights({name: original[name] for name in linear}),
+        "machine": common.machine(),
+        "full_precision": common.perplexity(model, tokens, arguments.window, arguments.batch),
+        "tables": {},
+    }
+    print(f"full precision: {result['full_precision']:.4f}", flush=True)
+    for row in rows():
+        started = time.perf_counter()
+        measured = {}
+        for precision in Precision:
+            with torch.no_grad():
+                for name, weight in linear.items():
+                    weight.copy_(row.quantizer(original[name], precision))
+                for name, weight in embedding.items():
+                    floor = row.embedding_floor
+                    weight.copy_(original[name] if floor is None else row.quantizer(original[name], max(precision, floor)))
+            measured[str(precision)] = common.perplexity(model, tokens, arguments.window, arguments.batch)
+        result["tables"].setdefault(row.table, {})[row.name] = measured
+        values = "  ".join(f"{value:.3f}" for value in measured.values())
+        print(f"{row.table} | {row.name}: {values}  ({time.perf_counter() - started:.1f} s)", flush=True)
+        if arguments.json:
+            common.write_json(Path(arguments.json), result)
+    return result
+
+
+def clamped_groups(weights: dict[str, Tensor]) -> dict[str, int]:
+    counts = {"groups": 0, "below": 0, "above": 0}
+    for weight in weights.values():
+        field, exponent = sefp.group_exponents(weight, 64)
+        counts["groups"] += field.numel()
+        counts["below"] += int(((exponent < sefp.EXPONENT_MIN) & (field > 0)).sum())
+        counts["above"] += int((exponent > sefp.EXPONENT_MAX).sum())
+    return counts
+
+
+def clipped_weights(weights: dict[str, Tensor]) -> dict[str, float]:
+    """How often plain `nested` clips: weights beyond 7.5/8 of their group's range."""
+    clipped = groups = touched = count = 0
+    for weight in weights.values():
+        codes = sefp.encode(weight)
+        limit = 7.5 * sefp.step(codes.exponent, Precision.E5M3).repeat_interleave(64, -1)[..., : weight.shape[-1]]
+        beyond = weight.abs() > limit
+        clipped += int(beyond.sum())
+        count += weight.numel()
+        groups += codes.exponent.numel()
+        touched += int(sefp.in_groups(beyond, 64).any(-1).sum())
+    return {"weights": clipped / count, "groups": touched / groups}
+
+
+def show(result: dict[str, Any]) -> None:
+    names = [str(precision) for precision in Precision]
+    for table, lines in result["tables"].items():
+        print(f"\n| {table} | {' | '.join(name[2:] for name in names)} |")
+        print("|---" * (len(names) + 1) + "|")
+        for name, measured in lines.items():
+            print(f"| {name} | {' | '.join(f'{measured[width]:.2f}' for width in names)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
+    parser.add_argument("--text", help="WikiText-2's wiki.test.tokens, or its token ids as .npy")
+    parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=8, help="windows at a time")
+    parser.add_argument("--json", help="write the results there, after every row")
+    parser.add_argument("--quick", action="store_true", help="two windows only")
+    parser.add_argument("--show", help="print the tables of an earlier run and stop")
+    arguments = parser.parse_args()
+    if arguments.show:
+        show(json.loads(Path(arguments.show).read_text()))
+    elif arguments.text:
+        show(run(arguments))
+    else:
+        parser.error("--text or --show is needed")
+
+
+if __name__ == "__main__":
+    main()

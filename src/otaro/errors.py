@@ -1,0 +1,24 @@
+"""What can go wrong because of the input, each said in one sentence.
+
+The command line turns every :class:`OtaroError` into that sentence and exit code 2.
+"""
+
+
+class OtaroError(Exception):
+    """The input cannot be used; the message says what, where and what to do."""
+
+
+class PrecisionError(OtaroError, ValueError):
+    """A precision that does not exist or that is not at hand."""
+
+
+class WeightError(OtaroError, ValueError):
+    """A weight that no number format can hold (NaN, infinity) or of an unsupported type."""
+
+
+class FormatError(OtaroError, ValueError):
+    """A packed folder, or a setting of the format, that cannot be used."""
+
+
+class SourceError(OtaroError, ValueError):
+    """A model to be packed that is missing, incomplete or of an unsupported kind."""
