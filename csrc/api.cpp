@@ -1,0 +1,342 @@
+// The C ABI: checks every setting and the size of every buffer, then splits the work over threads.
+
+#include <atomic>
+#include <cstdint>
+
+#include "dispatch.h"
+#include "format.h"
+#include "kernels.h"
+#include "threads.h"
+
+namespace otaro {
+namespace {
+
+// ---- checks ---------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kRangeWeights = 32768; // weights in a range of work: enough to hide handing it out, few enough for L2
+constexpr int32_t kMaxThreads = 1024;
+
+int64_t multiple_of_8(int64_t value) { return (value + 7) / 8 * 8; }
+
+int check_format(const otaro_format* format) {
+    if (format == nullptr) return OTARO_ERROR_ARGUMENT;
+    if (format->scheme < OTARO_TRUNCATE || format->scheme > OTARO_NESTED) return OTARO_ERROR_ARGUMENT;
+    const int size = format->group_size;
+    if (size != 32 && size != 64 && size != 128 && size != 256) return OTARO_ERROR_ARGUMENT;
+    if (format->polarity != 0 && format->polarity != 1) return OTARO_ERROR_ARGUMENT;
+    const int error = format->exponent_by_error;
+    if (error != 0 && (error < kNarrowest || error > kWidest)) return OTARO_ERROR_ARGUMENT;
+    if (format->scheme != OTARO_NESTED && (format->polarity != 0 || error != 0)) return OTARO_ERROR_ARGUMENT;
+    return OTARO_OK;
+}
+
+bool valid_mantissa(int mantissa) { return mantissa >= kNarrowest && mantissa <= kWidest; }
+bool valid_dtype(int dtype) { return dtype >= OTARO_FLOAT32 && dtype <= OTARO_BFLOAT16; }
+int64_t dtype_bytes(int dtype) { return dtype == OTARO_FLOAT32 ? 4 : 2; }
+
+// Collects the first error; the rest of a chain of checks then does nothing.
+class Checks {
+  public:
+    Checks(const otaro_format* format, int64_t rows, int64_t columns) : error_(check_format(format)) {
+        require(rows >= 0 && columns >= 0);
+        if (error_ != OTARO_OK) return;
+        const int64_t groups = columns / format->group_size + (columns % format->group_size != 0);
+        geometry_ = {rows, columns, groups, format->group_size};
+        // Everything computed from here on is at most 4 bytes times the padded weights.
+        int64_t bytes;
+        if (__builtin_mul_overflow(rows, groups, &bytes) ||
+            __builtin_mul_overflow(bytes, int64_t{kMaxGroup * 8}, &bytes)) {
+            error_ = OTARO_ERROR_ARGUMENT;
+            geometry_ = {0, 0, 0, kBlock};
+        }
+    }
+
+    void require(bool condition, int error = OTARO_ERROR_ARGUMENT) {
+        if (error_ == OTARO_OK && !condition) error_ = error;
+    }
+
+    void buffer(const void* data, int64_t bytes, int64_t needed) {
+        require(data != nullptr || needed == 0);
+        require(bytes >= needed, OTARO_ERROR_BUFFER);
+    }
+
+    // `count` entries of `size` bytes each.
+    void buffer(const void* data, int64_t bytes, int64_t count, int64_t size) {
+        int64_t needed = 0;
+        require(count >= 0 && !__builtin_mul_overflow(count, size, &needed));
+        buffer(data, bytes, needed);
+    }
+
+    void planes(const otaro_planes* planes, const otaro_format* format, int count) {
+        require(planes != nullptr);
+        if (error_ != OTARO_OK) return;
+        require(planes->bits_count >= 0 && planes->bits_count <= OTARO_BIT_PLANES);
+        require(planes->bits_count >= count, OTARO_ERROR_PLANES);
+        const int64_t padded = all_groups() * geometry_.group_size;
+        buffer(planes->base, planes->base_bytes, padded / 2);
+        for (int p = 0; p < count && error_ == OTARO_OK; ++p)
+            buffer(planes->bits[p], planes->bits_bytes[p], padded / 8);
+        buffer(planes->exponent, planes->exponent_bytes, (all_groups() * kExponentBits + 7) / 8);
+        if (format->polarity != 0) buffer(planes->polarity, planes->polarity_bytes, (all_groups() + 7) / 8);
+    }
+
+    void codes(const otaro_codes* codes, const otaro_format* format) {
+        require(codes != nullptr);
+        if (error_ != OTARO_OK) return;
+        buffer(codes->code, codes->code_bytes, weights(), sizeof(int16_t));
+        buffer(codes->exponent, codes->exponent_bytes, all_groups());
+        if (format->polarity != 0) buffer(codes->polarity, codes->polarity_bytes, all_groups());
+    }
+
+    // The kernels to run, once all is checked.
+    const Kernels* kernels(int32_t threads, int32_t isa) {
+        require(threads >= 1 && threads <= kMaxThreads);
+        require(isa >= OTARO_AUTO && isa <= OTARO_NEON);
+        const Kernels* const found = error_ == OTARO_OK ? kernels_for(isa) : nullptr;
+        require(found != nullptr, OTARO_ERROR_ISA);
+        return found;
+    }
+
+    int error() const { return error_; }
+    const Geometry& geometry() const { return geometry_; }
+    int64_t weights() const { return geometry_.rows * geometry_.columns; }
+    int64_t all_groups() const { return geometry_.rows * geometry_.groups; }
+    int64_t group_grain() const { return multiple_of_8(kRangeWeights / geometry_.group_size); }
+
+  private:
+    int error_;
+    Geometry geometry_{0, 0, 0, kBlock};
+};
+
+// ---- work -----------------------------------------------------------------------------------------------------------
+
+// What all ranges of a tensor found together: the first weight that is not finite, whichever thread met it.
+class SharedFindings {
+  public:
+    bool pointless(int64_t first_weight) const {
+        const int64_t found = not_finite_.load(std::memory_order_relaxed);
+        return found >= 0 && found < first_weight;
+    }
+
+    void merge(const Findings& findings) {
+        below_.fetch_add(findings.below, std::memory_order_relaxed);
+        above_.fetch_add(findings.above, std::memory_order_relaxed);
+        if (findings.not_finite < 0) return;
+        int64_t seen = not_finite_.load(std::memory_order_relaxed);
+        while ((seen < 0 || findings.not_finite < seen) &&
+               !not_finite_.compare_exchange_weak(seen, findings.not_finite, std::memory_order_relaxed)) {
+        }
+    }
+
+    int64_t below() const { return below_.load(); }
+    int64_t above() const { return above_.load(); }
+    int64_t not_finite() const { return not_finite_.load(); }
+
+  private:
+    std::atomic<int64_t> below_{0}, above_{0}, not_finite_{-1};
+};
+
+int64_t group_offset(const Geometry& geometry, int64_t group) {
+    return group / geometry.groups * geometry.columns + group % geometry.groups * geometry.group_size;
+}
+
+// Runs a kernel that may find a bad weight over all groups.
+template <class Job>
+int run_finding(const Job& job, void (*kernel)(const Job&, int64_t, int64_t, Findings&), const Checks& checks,
+                int threads, SharedFindings& shared, int64_t* not_finite) {
+    auto body = [&](int64_t first, int64_t last) {
+        if (shared.pointless(group_offset(job.geometry, first))) return;
+        Findings findings;
+        kernel(job, first, last, findings);
+        shared.merge(findings);
+    };
+    parallel(threads, checks.all_groups(), checks.group_grain(), body);
+    *not_finite = shared.not_finite();
+    return shared.not_finite() < 0 ? OTARO_OK : OTARO_ERROR_NOT_FINITE;
+}
+
+template <class Job>
+int run_groups(const Job& job, void (*kernel)(const Job&, int64_t, int64_t), const Checks& checks, int threads) {
+    auto body = [&](int64_t first, int64_t last) { kernel(job, first, last); };
+    parallel(threads, checks.all_groups(), checks.group_grain(), body);
+    return OTARO_OK;
+}
+
+int64_t row_grain(const Geometry& geometry, int64_t weights) {
+    return geometry.columns < weights ? weights / (geometry.columns + 1) + 1 : 1;
+}
+
+// No exception crosses the ABI.
+template <class Body> int32_t guarded(const Body& body) noexcept {
+    try {
+        return body();
+    } catch (...) {
+        return OTARO_ERROR_INTERNAL;
+    }
+}
+
+} // namespace
+} // namespace otaro
+
+using namespace otaro;
+
+int32_t otaro_abi_version(void) { return OTARO_ABI_VERSION; }
+
+int32_t otaro_isa_supported(int32_t isa) { return kernels_for(isa) != nullptr; }
+
+int32_t otaro_best_isa(void) { return best_isa(); }
+
+int32_t otaro_encode(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
+                     int64_t weight_bytes, int32_t dtype, int32_t mantissa, const otaro_codes* codes,
+                     int64_t* not_finite, int32_t threads, int32_t isa) {
+    return guarded([&]() -> int {
+        Checks checks(format, rows, columns);
+        checks.require(valid_dtype(dtype) && valid_mantissa(mantissa) && not_finite != nullptr);
+        checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
+        checks.codes(codes, format);
+        const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() != OTARO_OK) return checks.error();
+        const EncodeJob job{checks.geometry(), *format, weight, dtype, mantissa, *codes};
+        SharedFindings shared;
+        return run_finding(job, kernels->encode, checks, threads, shared, not_finite);
+    });
+}
+
+int32_t otaro_decode(const otaro_format* format, int64_t rows, int64_t columns, const otaro_codes* codes,
+                     int32_t mantissa, void* value, int64_t value_bytes, int32_t dtype, int32_t threads, int32_t isa) {
+    return guarded([&]() -> int {
+        Checks checks(format, rows, columns);
+        checks.require(valid_dtype(dtype) && valid_mantissa(mantissa));
+        checks.codes(codes, format);
+        checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
+        const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() != OTARO_OK) return checks.error();
+        const DecodeJob job{checks.geometry(), *format, *codes, mantissa, value, dtype};
+        return run_groups(job, kernels->decode, checks, threads);
+    });
+}
+
+int32_t otaro_truncate(int32_t scheme, int64_t count, const int16_t* code, int64_t code_bytes, int32_t from, int32_t to,
+                       int16_t* result, int64_t result_bytes, int32_t threads, int32_t isa) {
+    return guarded([&]() -> int {
+        const otaro_format format{scheme, kBlock, 0, 0};
+        Checks checks(&format, 1, count);
+        checks.require(valid_mantissa(from) && valid_mantissa(to) && to <= from);
+        checks.buffer(code, code_bytes, count, sizeof *code);
+        checks.buffer(result, result_bytes, count, sizeof *result);
+        const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() != OTARO_OK) return checks.error();
+        const TruncateJob job{scheme, code, from, to, result};
+        auto body = [&](int64_t first, int64_t last) { kernels->truncate(job, first, last); };
+        parallel(threads, count, kRangeWeights, body);
+        return OTARO_OK;
+    });
+}
+
+int32_t otaro_pack(const otaro_format* format, int64_t rows, int64_t columns, const void* weight, int64_t weight_bytes,
+                   int32_t dtype, const otaro_planes* planes, int64_t* clamped, int64_t* not_finite, int32_t threads,
+                   int32_t isa) {
+    return guarded([&]() -> int {
+        Checks checks(format, rows, columns);
+        checks.require(valid_dtype(dtype) && clamped != nullptr && not_finite != nullptr);
+        checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
+        checks.planes(planes, format, planes != nullptr ? static_cast<int>(planes->bits_count) : 0);
+        const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() != OTARO_OK) return checks.error();
+        const PackJob job{checks.geometry(), *format, weight, dtype, *planes};
+        SharedFindings shared;
+        const int error = run_finding(job, kernels->pack, checks, threads, shared, not_finite);
+        clamped[0] = shared.below();
+        clamped[1] = shared.above();
+        return error;
+    });
+}
+
+int32_t otaro_dequantize(const otaro_format* format, int64_t rows, int64_t columns, const otaro_planes* planes,
+                         int32_t mantissa, void* value, int64_t value_bytes, int32_t dtype, int32_t threads,
+                         int32_t isa) {
+    return guarded([&]() -> int {
+        Checks checks(format, rows, columns);
+        checks.require(valid_dtype(dtype) && valid_mantissa(mantissa));
+        if (checks.error() != OTARO_OK) return checks.error();
+        checks.planes(planes, format, stored_mantissa(format->scheme, mantissa) - kNarrowest);
+        checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
+        const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() != OTARO_OK) return checks.error();
+        const PlanesJob job{checks.geometry(), *format, *planes, mantissa, dtype};
+        auto body = [&](int64_t first, int64_t last) {
+            const int64_t offset = group_offset(job.geometry, first) * dtype_bytes(dtype);
+            kernels->dequantize(job, first, last, static_cast<uint8_t*>(value) + offset);
+        };
+        parallel(threads, checks.all_groups(), checks.group_grain(), body);
+        return OTARO_OK;
+    });
+}
+
+int32_t otaro_quantize(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
+                       int64_t weight_bytes, int32_t dtype, int32_t mantissa, void* value, int64_t value_bytes,
+                       int32_t threads, int32_t isa) {
+    return guarded([&]() -> int {
+        Checks checks(format, rows, columns);
+        checks.require(valid_dtype(dtype) && valid_mantissa(mantissa));
+        checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
+        checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
+        const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() != OTARO_OK) return checks.error();
+        const QuantizeJob job{checks.geometry(), *format, weight, dtype, mantissa, value};
+        return run_groups(job, kernels->quantize, checks, threads);
+    });
+}
+
+int32_t otaro_rows(const otaro_format* format, int64_t rows, int64_t columns, const otaro_planes* planes,
+                   int32_t mantissa, const int64_t* index, int64_t index_bytes, int64_t count, void* value,
+                   int64_t value_bytes, int32_t dtype, int32_t threads, int32_t isa) {
+    return guarded([&]() -> int {
+        Checks checks(format, rows, columns);
+        checks.require(valid_dtype(dtype) && valid_mantissa(mantissa) && count >= 0);
+        if (checks.error() != OTARO_OK) return checks.error();
+        checks.planes(planes, format, stored_mantissa(format->scheme, mantissa) - kNarrowest);
+        checks.buffer(index, index_bytes, count, sizeof *index);
+        int64_t values = 0;
+        checks.require(!__builtin_mul_overflow(count, columns, &values));
+        checks.buffer(value, value_bytes, values, dtype_bytes(dtype));
+        const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() != OTARO_OK) return checks.error();
+        for (int64_t i = 0; i < count; ++i) {
+            if (index[i] < 0 || index[i] >= rows) return OTARO_ERROR_INDEX;
+        }
+        const PlanesJob job{checks.geometry(), *format, *planes, mantissa, dtype};
+        auto body = [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; ++i) {
+                uint8_t* const row = static_cast<uint8_t*>(value) + i * columns * dtype_bytes(dtype);
+                kernels->dequantize(job, index[i] * job.geometry.groups, (index[i] + 1) * job.geometry.groups, row);
+            }
+        };
+        parallel(threads, count, row_grain(job.geometry, kRangeWeights), body);
+        return OTARO_OK;
+    });
+}
+
+int32_t otaro_linear(const otaro_format* format, int64_t rows, int64_t columns, const otaro_planes* planes,
+                     int32_t mantissa, const float* x, int64_t x_bytes, int64_t batch, const float* bias,
+                     int64_t bias_bytes, float* y, int64_t y_bytes, int32_t threads, int32_t isa) {
+    return guarded([&]() -> int {
+        Checks checks(format, rows, columns);
+        checks.require(valid_mantissa(mantissa) && batch >= 0);
+        if (checks.error() != OTARO_OK) return checks.error();
+        checks.planes(planes, format, stored_mantissa(format->scheme, mantissa) - kNarrowest);
+        int64_t inputs = 0, outputs = 0;
+        checks.require(!__builtin_mul_overflow(batch, columns, &inputs));
+        checks.require(!__builtin_mul_overflow(batch, rows, &outputs));
+        checks.buffer(x, x_bytes, inputs, sizeof *x);
+        checks.buffer(y, y_bytes, outputs, sizeof *y);
+        if (bias != nullptr) checks.buffer(bias, bias_bytes, rows, sizeof *bias);
+        const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() != OTARO_OK) return checks.error();
+        const PlanesJob weight{checks.geometry(), *format, *planes, mantissa, OTARO_FLOAT32};
+        const LinearJob job{weight, x, batch, bias, y};
+        auto body = [&](int64_t first, int64_t last) { kernels->linear(job, first, last); };
+        parallel(threads, rows, row_grain(weight.geometry, kRangeWeights / 2), body);
+        return OTARO_OK;
+    });
+}

@@ -1,0 +1,62 @@
+// Run-time choice of instruction set. An extension counts only if the operating system saves its registers, which
+// XGETBV tells; CPUID alone does not.
+
+#include "dispatch.h"
+
+#if defined(__x86_64__)
+#    include <cpuid.h>
+#endif
+
+namespace otaro {
+namespace {
+
+struct Machine {
+    bool avx2 = false, avx512 = false, neon = false;
+
+    Machine() {
+#if defined(__x86_64__)
+        unsigned a, b, c, d;
+        if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+        constexpr unsigned kFma = 1u << 12, kOsXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
+        constexpr unsigned kNeeded = kFma | kOsXsave | kAvx | kF16c;
+        if ((c & kNeeded) != kNeeded) return;
+        unsigned low, high;
+        __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+        constexpr unsigned kYmm = 0x06, kZmm = 0xe6;
+        if ((low & kYmm) != kYmm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; // F, DQ, BW, VL
+        avx2 = (b & kAvx2) != 0;
+        avx512 = avx2 && (low & kZmm) == kZmm && (b & kAvx512) == kAvx512;
+#elif defined(__aarch64__)
+        neon = true;
+#endif
+    }
+};
+
+const Machine& machine() {
+    static const Machine found;
+    return found;
+}
+
+} // namespace
+
+int32_t best_isa() {
+    constexpr int32_t kBestFirst[] = {OTARO_AVX512, OTARO_AVX2, OTARO_NEON};
+    for (const int32_t isa : kBestFirst) {
+        if (kernels_for(isa) != nullptr) return isa;
+    }
+    return OTARO_REFERENCE;
+}
+
+const Kernels* kernels_for(int32_t isa) {
+    switch (isa) {
+    case OTARO_AUTO: return kernels_for(best_isa());
+    case OTARO_REFERENCE: return kernels_ref;
+    case OTARO_AVX2: return machine().avx2 ? kernels_avx2 : nullptr;
+    case OTARO_AVX512: return machine().avx512 ? kernels_avx512 : nullptr;
+    case OTARO_NEON: return machine().neon ? kernels_neon : nullptr;
+    default: return nullptr;
+    }
+}
+
+} // namespace otaro

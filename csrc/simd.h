@@ -1,0 +1,68 @@
+// The codec over a small vector abstraction; each instruction set's source file supplies the vectors and includes this.
+//
+// A vector class V has
+//     F, I, L            vectors of float32, int32, int64; kLanes float32 lanes
+//     load, store        lanes of float, Half or Brain to and from F, conversions rounding to nearest even
+//     arithmetic         by the names that simd_encode.h, simd_decode.h and simd_linear.h use
+//     pack(c, base, w)   32 codes of 9 bits to 16 bytes of base and 5 words of bit planes
+//     unpack<n>(...)     16 bytes of base and n words of bit planes to 32 codes
+//     load_codes, store_codes    32 codes from and to int16
+//
+// The unit of work is a block of 32 codes in 32 / kLanes vectors of int32: it divides every group size, and it is 16 bytes
+// of base and one 32-bit word of each bit plane. A group is read twice, the second time from L1: once for its largest
+// magnitude, once to be encoded. Codes go straight from registers to wherever they are wanted (a sink), be it planes,
+// int16 or decoded values.
+//
+// The anonymous namespace keeps each instruction set's copy of these templates to itself.
+#pragma once
+
+#include "format.h"
+#include "kernels.h"
+
+namespace otaro {
+namespace {
+
+template <int N> struct Number {
+    static constexpr int value = N;
+};
+
+template <class T> struct Type {
+    using type = T;
+};
+
+template <class V> struct Block {
+    static constexpr int kParts = kBlock / V::kLanes;
+    typename V::I part[kParts];
+};
+
+// Calls body(Type<T>) with the C++ type of an otaro_dtype.
+template <class Body> void with_dtype(int dtype, const Body& body) {
+    switch (dtype) {
+    case OTARO_FLOAT32: return body(Type<float>());
+    case OTARO_FLOAT16: return body(Type<Half>());
+    default: return body(Type<Brain>());
+    }
+}
+
+// Calls body(Number<n>) with the number of bit planes that a width reads.
+template <class Body> void with_planes(int planes, const Body& body) {
+    switch (planes) {
+    case 0: return body(Number<0>());
+    case 1: return body(Number<1>());
+    case 2: return body(Number<2>());
+    case 3: return body(Number<3>());
+    case 4: return body(Number<4>());
+    default: return body(Number<5>());
+    }
+}
+
+// The group itself, or where it is short a copy of it in `buffer` filled up with zeros.
+template <class T> const T* padded(const T* data, int count, int size, T* buffer) {
+    if (count == size) return data;
+    memcpy(buffer, data, static_cast<size_t>(count) * sizeof(T));
+    memset(static_cast<void*>(buffer + count), 0, static_cast<size_t>(size - count) * sizeof(T));
+    return buffer;
+}
+
+} // namespace
+} // namespace otaro

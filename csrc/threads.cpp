@@ -1,0 +1,188 @@
+// A small persistent thread pool.
+//
+// A call publishes a job with places for some helpers, works on it itself, and waits for the helpers that took a place.
+// Idle workers take any job that has a place left, so calls from several threads share the same workers. Ranges are
+// handed out by one atomic counter.
+//
+// Workers are detached and the pool is never destroyed, so nothing is torn down under a running thread at exit. A forked
+// child has none of its parent's threads and perhaps a locked mutex, so it forgets the pool and makes its own.
+
+#include "threads.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <pthread.h>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#    include <immintrin.h>
+#endif
+
+namespace otaro {
+namespace {
+
+// Rounds to nearest and keeps subnormals for as long as it lives, whatever the calling program has set.
+class DefaultFloatMode {
+  public:
+#if defined(__x86_64__)
+    DefaultFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+    ~DefaultFloatMode() { _mm_setcsr(saved_); }
+
+  private:
+    unsigned saved_;
+#elif defined(__aarch64__)
+    DefaultFloatMode() {
+        __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+        __asm__ volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+    }
+    ~DefaultFloatMode() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+  private:
+    uint64_t saved_;
+#else
+    DefaultFloatMode() {}
+#endif
+};
+
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+// Layers follow each other within microseconds while a token is computed; waking a sleeping thread takes longer than
+// that. So a thread looks around this many times (a few tens of microseconds) before it sleeps.
+constexpr int kSpins = 600;
+
+struct Job {
+    RangeFunction function;
+    void* context;
+    int64_t items, grain;
+    std::atomic<int64_t> next{0};
+    int places;                  // helpers that may still join; under the pool's mutex
+    std::atomic<int> working{0}; // helpers that joined and have not left
+
+    void work() {
+        const DefaultFloatMode mode;
+        for (;;) {
+            const int64_t first = next.fetch_add(grain, std::memory_order_relaxed);
+            if (first >= items) return;
+            function(context, first, items - first < grain ? items : first + grain);
+        }
+    }
+};
+
+class Pool {
+  public:
+    void run(Job& job) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            grow(job.places);
+            jobs_.push_back(&job);
+            published_.fetch_add(1, std::memory_order_release);
+        }
+        wake_.notify_all();
+        job.work();
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            for (size_t i = 0; i < jobs_.size(); ++i) {
+                if (jobs_[i] == &job) {
+                    jobs_.erase(jobs_.begin() + static_cast<std::ptrdiff_t>(i));
+                    break;
+                }
+            }
+        }
+        for (int spin = 0; spin < kSpins && job.working.load(std::memory_order_acquire) != 0; ++spin) relax();
+        if (job.working.load(std::memory_order_acquire) != 0) {
+            std::unique_lock<std::mutex> lock(mutex_);
+            done_.wait(lock, [&] { return job.working.load(std::memory_order_acquire) == 0; });
+        }
+    }
+
+  private:
+    // More workers if there are too few. Without them a call is slower, not wrong.
+    void grow(int workers) {
+        try {
+            while (workers_ < workers) {
+                std::thread(&Pool::serve, this).detach();
+                ++workers_;
+            }
+        } catch (const std::system_error&) {
+        }
+    }
+
+    void serve() {
+        uint64_t seen = 0;
+        for (;;) {
+            for (int spin = 0; spin < kSpins && published_.load(std::memory_order_acquire) == seen; ++spin) relax();
+            Job* job = nullptr;
+            {
+                std::unique_lock<std::mutex> lock(mutex_);
+                wake_.wait(lock, [&] { return (job = take()) != nullptr; });
+                seen = published_.load(std::memory_order_relaxed);
+            }
+            job->work();
+            // The job lies on its caller's stack: after the last helper has left it must not be touched.
+            const std::lock_guard<std::mutex> lock(mutex_);
+            job->working.fetch_sub(1, std::memory_order_release);
+            done_.notify_all();
+        }
+    }
+
+    Job* take() {
+        for (Job* job : jobs_) {
+            if (job->places > 0 && job->next.load(std::memory_order_relaxed) < job->items) {
+                --job->places;
+                job->working.fetch_add(1, std::memory_order_relaxed);
+                return job;
+            }
+        }
+        return nullptr;
+    }
+
+    std::mutex mutex_;
+    std::condition_variable wake_, done_;
+    std::vector<Job*> jobs_;
+    std::atomic<uint64_t> published_{0};
+    int workers_ = 0;
+};
+
+std::atomic<Pool*> pool{nullptr};
+
+void forget_pool() { pool.store(nullptr); }
+
+Pool& the_pool() {
+    Pool* current = pool.load(std::memory_order_acquire);
+    if (current != nullptr) return *current;
+    static std::atomic<bool> registered{false};
+    if (!registered.exchange(true)) pthread_atfork(nullptr, nullptr, forget_pool);
+    Pool* const fresh = new Pool;
+    if (pool.compare_exchange_strong(current, fresh)) return *fresh;
+    delete fresh;
+    return *current;
+}
+
+} // namespace
+
+void run_ranges(int threads, int64_t items, int64_t grain, RangeFunction function, void* context) {
+    if (items <= 0) return;
+    const int64_t ranges = (items - 1) / grain + 1;
+    Job job;
+    job.function = function;
+    job.context = context;
+    job.items = items;
+    job.grain = grain;
+    job.places = static_cast<int>(ranges < threads ? ranges : threads) - 1;
+    if (job.places < 1) {
+        job.work();
+    } else {
+        the_pool().run(job);
+    }
+}
+
+} // namespace otaro

@@ -1,0 +1,292 @@
+"""The operations on SEFP weights: one schema each, served by the backend that suits the device.
+
+    pack        weight → planes                          dequantize   planes → values at a width
+    quantize    weight → values at a width (training)    linear       x · weightᵀ + bias from planes
+    embedding   rows of packed weights
+
+Backends are modules with these functions: `reference` (plain torch, any device) and `cpu` (the native core). The
+environment variable ``OTARO_BACKEND`` chooses: ``auto`` (the default) takes the fastest that is at hand and says once
+if that is not the native one on a CPU; ``native`` and ``reference`` insist. The four ops that stand in a model's graph
+are registered with torch under ``otaro::``, so that ``torch.compile`` keeps them whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from otaro import sefp
+from otaro.errors import OtaroError
+from otaro.ops import cpu, reference
+from otaro.packing import Planes
+from otaro.precision import WIDEST, Precision
+from otaro.sefp import Format, Scheme
+
+OPS = ("pack", "dequantize", "quantize", "linear", "embedding")
+# Above this many rows of x, dequantising the weight once and calling the library's matrix product is faster.
+SMALL_BATCH = 8
+
+
+@functools.cache
+def _cpu_backend(choice: str) -> tuple[ModuleType, str]:
+    """The module that serves CPU tensors, and why."""
+    if choice not in ("auto", "native", "reference"):
+        raise OtaroError(f"OTARO_BACKEND is {choice!r}: set it to auto, native or reference")
+    if choice == "reference":
+        return reference, "OTARO_BACKEND=reference"
+    reason = cpu.available()
+    if reason is None:
+        return cpu, f"native core, {cpu.isa()}"
+    if choice == "native":
+        raise OtaroError(f"OTARO_BACKEND=native, but the native core is not available: {reason}")
+    warnings.warn(f"otaro: the native core is not available ({reason}); using plain torch, slowly", stacklevel=3)
+    return reference, f"native core not available: {reason}"
+
+
+def _backend(device: torch.device) -> ModuleType:
+    if device.type != "cpu":
+        return reference
+    return _cpu_backend(os.environ.get("OTARO_BACKEND", "auto"))[0]
+
+
+def backends() -> list[tuple[str, str, str]]:
+    """For each op and kind of device: (op, backend, why)."""
+    module, reason = _cpu_backend(os.environ.get("OTARO_BACKEND", "auto"))
+    name = "native" if module is cpu else "reference"
+    rows = [(f"{op} (cpu)", name, reason) for op in OPS]
+    if module is cpu:
+        small = f"{reason}; float32 and at most {SMALL_BATCH} rows, else dequantize and torch's matrix product"
+        rows[OPS.index("linear")] = ("linear (cpu)", name, small)
+    if torch.cuda.is_available():
+        rows += [(f"{op} (cuda)", "reference", "plain torch on the device") for op in OPS]
+    return rows
+
+
+def pack(weight: Tensor, format: Format = Format()) -> tuple[Planes, Tensor]:
+    """The planes of a weight up to E5M8, and how many groups had their exponent clamped from [below, above]."""
+    planes, clamped = _backend(weight.device).pack(weight.detach(), format)
+    return planes, clamped
+
+
+def quantize(
+    tensor: Tensor,
+    precision: Precision | str,
+    *,
+    scheme: Scheme = "nested",
+    group_size: int = 64,
+    polarity: bool = False,
+    exponent_by_error: Precision | str | None = None,
+) -> Tensor:
+    """The values a weight takes at a width: same shape, same dtype, gradients pass straight through.
+
+    Groups run along the last dimension. Raises :class:`otaro.errors.WeightError` for NaN or infinity. For ``nearest``
+    each width is rounded from the tensor itself; a packed model slices it from E5M8 (see :func:`fake_quantize`).
+    """
+    by_error = None if exponent_by_error is None else Precision(exponent_by_error)
+    format = Format(scheme, group_size, polarity, by_error)
+    precision = Precision(precision)
+    sefp.check_weight(tensor)
+    return _quantize(tensor, precision, format)
+
+
+def fake_quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
+    """The values the *packed* weight has at a width, gradients passing straight through; the weight is not checked."""
+    if format.scheme == "nearest" and precision < WIDEST:
+        codes = sefp.truncate(sefp.encode_unchecked(weight.detach(), WIDEST, format), precision)
+        values: Tensor = _StraightThrough.apply(weight, sefp.decode(codes, weight.dtype))  # type: ignore[no-untyped-call]
+        return values
+    return _quantize(weight, precision, format)
+
+
+def dequantize(planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype) -> Tensor:
+    """The values of packed weights at a width."""
+    values: Tensor = torch.ops.otaro.dequantize(*_arguments(planes, columns, precision, format), dtype)
+    return values
+
+
+def linear(
+    x: Tensor, planes: Planes, columns: int, precision: Precision, format: Format, bias: Tensor | None
+) -> Tensor:
+    """``x @ weight.T + bias`` with the weight at a width; differentiable in x and bias."""
+    result: Tensor
+    small = x.numel() <= SMALL_BATCH * columns and x.dtype == torch.float32 and x.device.type == "cpu"
+    if small and not torch.is_grad_enabled():
+        result = torch.ops.otaro.linear(x, *_arguments(planes, columns, precision, format), bias)
+        return result
+    return torch.nn.functional.linear(x, dequantize(planes, columns, precision, format, x.dtype), bias)
+
+
+def embedding(
+    ids: Tensor, planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype
+) -> Tensor:
+    """Rows of a packed matrix, shaped [*ids.shape, columns]."""
+    values: Tensor = torch.ops.otaro.embedding(ids, *_arguments(planes, columns, precision, format), dtype)
+    return values
+
+
+def _arguments(planes: Planes, columns: int, precision: Precision, format: Format) -> tuple[object, ...]:
+    needed = format.stored(precision).mantissa - 3
+    return (
+        planes.base,
+        list(planes.bits[:needed]),
+        planes.exponent,
+        planes.polarity,
+        columns,
+        precision.mantissa,
+        format.scheme,
+        format.group_size,
+    )
+
+
+def _format(scheme: str, group_size: int, polarity: Tensor | bool | None, by_error: int = 0) -> Format:
+    refined = polarity is not None and polarity is not False
+    return Format(scheme, group_size, refined, Precision.from_mantissa(by_error) if by_error else None)  # type: ignore[arg-type]
+
+
+def _quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
+    by_error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
+    values: Tensor = torch.ops.otaro.quantize(
+        weight, precision.mantissa, format.scheme, format.group_size, format.polarity, by_error
+    )
+    return values
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, weight: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+@torch.library.custom_op("otaro::quantize", mutates_args=())
+def _quantize_op(
+    weight: Tensor, mantissa: int, scheme: str, group_size: int, polarity: bool, exponent_by_error: int
+) -> Tensor:
+    format = _format(scheme, group_size, polarity, exponent_by_error)
+    values: Tensor = _backend(weight.device).quantize(weight, Precision.from_mantissa(mantissa), format)
+    return values
+
+
+@_quantize_op.register_fake
+def _(weight: Tensor, mantissa: int, scheme: str, group_size: int, polarity: bool, exponent_by_error: int) -> Tensor:
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+def _quantize_backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    return gradient, None, None, None, None, None
+
+
+_quantize_op.register_autograd(_quantize_backward)
+
+
+@torch.library.custom_op("otaro::dequantize", mutates_args=())
+def _dequantize_op(
+    base: Tensor,
+    bits: list[Tensor],
+    exponent: Tensor,
+    polarity: Tensor | None,
+    columns: int,
+    mantissa: int,
+    scheme: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    planes = Planes(base, tuple(bits), exponent, polarity)
+    format = _format(scheme, group_size, polarity)
+    values: Tensor = _backend(base.device).dequantize(planes, columns, Precision.from_mantissa(mantissa), format, dtype)
+    return values
+
+
+@_dequantize_op.register_fake
+def _(
+    base: Tensor,
+    bits: list[Tensor],
+    exponent: Tensor,
+    polarity: Tensor | None,
+    columns: int,
+    mantissa: int,
+    scheme: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return base.new_empty((*base.shape[:-1], columns), dtype=dtype)
+
+
+@torch.library.custom_op("otaro::linear", mutates_args=())
+def _linear_op(
+    x: Tensor,
+    base: Tensor,
+    bits: list[Tensor],
+    exponent: Tensor,
+    polarity: Tensor | None,
+    columns: int,
+    mantissa: int,
+    scheme: str,
+    group_size: int,
+    bias: Tensor | None,
+) -> Tensor:
+    planes = Planes(base, tuple(bits), exponent, polarity)
+    format = _format(scheme, group_size, polarity)
+    result: Tensor = _backend(x.device).linear(x, planes, columns, Precision.from_mantissa(mantissa), format, bias)
+    return result
+
+
+@_linear_op.register_fake
+def _(
+    x: Tensor,
+    base: Tensor,
+    bits: list[Tensor],
+    exponent: Tensor,
+    polarity: Tensor | None,
+    columns: int,
+    mantissa: int,
+    scheme: str,
+    group_size: int,
+    bias: Tensor | None,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], base.shape[0]))
+
+
+@torch.library.custom_op("otaro::embedding", mutates_args=())
+def _embedding_op(
+    ids: Tensor,
+    base: Tensor,
+    bits: list[Tensor],
+    exponent: Tensor,
+    polarity: Tensor | None,
+    columns: int,
+    mantissa: int,
+    scheme: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    planes = Planes(base, tuple(bits), exponent, polarity)
+    format = _format(scheme, group_size, polarity)
+    values: Tensor = _backend(ids.device).embedding(
+        ids, planes, columns, Precision.from_mantissa(mantissa), format, dtype
+    )
+    return values
+
+
+@_embedding_op.register_fake
+def _(
+    ids: Tensor,
+    base: Tensor,
+    bits: list[Tensor],
+    exponent: Tensor,
+    polarity: Tensor | None,
+    columns: int,
+    mantissa: int,
+    scheme: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return base.new_empty((*ids.shape, columns), dtype=dtype)

@@ -1,0 +1,403 @@
+"""The native core: the codec and a small matrix product in C++, loaded through ctypes.
+
+Same results as :mod:`otaro.sefp` and :mod:`otaro.packing`, bit for bit, on every instruction set the library carries
+(`linear` apart, whose sums may differ in the last bits). It picks the best one of the machine; `isa` forces another.
+Work is spread over as many threads as torch uses. Tensors lie on the CPU, with any strides and leading dimensions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import otaro
+from otaro import sefp
+from otaro.errors import FormatError, OtaroError, PrecisionError
+from otaro.packing import Planes, padded_columns, plane_shapes
+from otaro.precision import NARROWEST, WIDEST, Precision
+from otaro.sefp import Codes, Format
+
+ABI_VERSION = 1
+LIBRARY_NAME = "libotaro_core.so"
+LIBRARY_VARIABLE = "OTARO_NATIVE_LIBRARY"
+
+_ISAS = ("auto", "reference", "avx2", "avx512", "neon")
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_BIT_PLANES = WIDEST.mantissa - NARROWEST.mantissa
+_MAX_THREADS = 1024
+_NOT_FINITE, _INDEX = 3, 4
+_ERRORS = {1: "an invalid argument", 2: "a buffer that is too small", 7: "no memory left"}
+
+
+class _CFormat(ctypes.Structure):
+    _fields_ = (
+        ("scheme", ctypes.c_int32),
+        ("group_size", ctypes.c_int32),
+        ("polarity", ctypes.c_int32),
+        ("exponent_by_error", ctypes.c_int32),
+    )
+
+
+class _CPlanes(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("base_bytes", ctypes.c_int64),
+        ("bits", ctypes.c_void_p * _BIT_PLANES),
+        ("bits_bytes", ctypes.c_int64 * _BIT_PLANES),
+        ("bits_count", ctypes.c_int64),
+        ("exponent", ctypes.c_void_p),
+        ("exponent_bytes", ctypes.c_int64),
+        ("polarity", ctypes.c_void_p),
+        ("polarity_bytes", ctypes.c_int64),
+    )
+
+
+class _CCodes(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_void_p),
+        ("code_bytes", ctypes.c_int64),
+        ("exponent", ctypes.c_void_p),
+        ("exponent_bytes", ctypes.c_int64),
+        ("polarity", ctypes.c_void_p),
+        ("polarity_bytes", ctypes.c_int64),
+    )
+
+
+_INT, _LONG, _DATA, _STRUCT = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "otaro_abi_version": (),
+    "otaro_isa_supported": (_INT,),
+    "otaro_best_isa": (),
+    "otaro_encode": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _STRUCT, _DATA, _INT, _INT),
+    "otaro_decode": (_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _INT, _INT, _INT),
+    "otaro_truncate": (_INT, _LONG, _DATA, _LONG, _INT, _INT, _DATA, _LONG, _INT, _INT),
+    "otaro_pack": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _STRUCT, _DATA, _DATA, _INT, _INT),
+    "otaro_dequantize": (_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _INT, _INT, _INT),
+    "otaro_quantize": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _DATA, _LONG, _INT, _INT),
+    "otaro_rows": (_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _INT),
+    "otaro_linear": (
+        *(_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _LONG),
+        *(_DATA, _LONG, _DATA, _LONG, _INT, _INT),
+    ),
+}
+
+
+def available() -> str | None:
+    """None if the library can be used, otherwise why not."""
+    loaded = _load()
+    return loaded if isinstance(loaded, str) else None
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library, its functions declared; an error that says why if there is none."""
+    loaded = _load()
+    if isinstance(loaded, str):
+        raise OtaroError(loaded)
+    return loaded
+
+
+def isa() -> str:
+    """The instruction set that runs when none is asked for."""
+    return _ISAS[library().otaro_best_isa()]
+
+
+def isas() -> list[str]:
+    """All instruction sets that this machine and this build have."""
+    return [name for number, name in enumerate(_ISAS) if number and library().otaro_isa_supported(number)]
+
+
+def pack(weight: Tensor, format: Format, *, isa: str | None = None) -> tuple[Planes, Tensor]:
+    """The planes of a tensor's E5M8 codes, and int64 [2]: groups whose exponent was below and above the range."""
+    weight = _checked_weight(weight)
+    shapes = plane_shapes(tuple(weight.shape), format)
+    planes = Planes(
+        torch.empty(shapes["base"], dtype=torch.uint8),
+        tuple(torch.empty(shapes["bit"], dtype=torch.uint8) for _ in range(_BIT_PLANES)),
+        torch.empty(shapes["exponent"], dtype=torch.uint8),
+        torch.empty(shapes["polarity"], dtype=torch.uint8) if format.polarity else None,
+    )
+    clamped = torch.zeros(2, dtype=torch.int64)
+    index = ctypes.c_int64(-1)
+    error = library().otaro_pack(
+        *(ctypes.byref(_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _DTYPES[weight.dtype]),
+        *(ctypes.byref(_planes(planes)), clamped.data_ptr(), ctypes.byref(index), _threads(), _isa(isa)),
+    )
+    if error == _NOT_FINITE:
+        raise sefp.not_finite(weight, index.value)
+    _check(error)
+    return planes, clamped
+
+
+def dequantize(
+    planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype, *, isa: str | None = None
+) -> Tensor:
+    """The values of a packed tensor at a width."""
+    planes, rows = _checked_planes(planes, columns, precision, format)
+    value = torch.empty((*planes.base.shape[:-1], columns), dtype=dtype)
+    error = library().otaro_dequantize(
+        *(ctypes.byref(_format(format)), rows, columns, ctypes.byref(_planes(planes)), precision.mantissa),
+        *(*_data(value), _dtype(dtype), _threads(), _isa(isa)),
+    )
+    _check(error)
+    return value
+
+
+def quantize(weight: Tensor, precision: Precision, format: Format, *, isa: str | None = None) -> Tensor:
+    """The values a tensor's weights have at a width, in its own dtype. Weights are taken to be finite."""
+    weight = _contiguous(weight)
+    value = torch.empty_like(weight)
+    error = library().otaro_quantize(
+        *(ctypes.byref(_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _dtype(weight.dtype)),
+        *(precision.mantissa, *_data(value), _threads(), _isa(isa)),
+    )
+    _check(error)
+    return value
+
+
+def linear(
+    x: Tensor,
+    planes: Planes,
+    columns: int,
+    precision: Precision,
+    format: Format,
+    bias: Tensor | None = None,
+    *,
+    isa: str | None = None,
+) -> Tensor:
+    """x times the transpose of a packed matrix at a width, plus the bias, in float32; x is [..., columns].
+
+    For a few rows of x: the weights are decoded anew for every 16 of them.
+    """
+    if x.dtype != torch.float32 or x.shape[-1] != columns:
+        raise TypeError(f"x is {x.dtype} of shape {list(x.shape)}: expected float32 with {columns} columns")
+    if bias is not None and bias.dtype != torch.float32:
+        raise TypeError(f"the bias is {bias.dtype}: expected float32")
+    planes, rows = _checked_planes(planes, columns, precision, format)
+    x = _contiguous(x)
+    bias = None if bias is None else _contiguous(bias)
+    y = torch.empty((*x.shape[:-1], rows), dtype=torch.float32)
+    error = library().otaro_linear(
+        *(
+            ctypes.byref(_format(format)),
+            rows,
+            columns,
+            ctypes.byref(_planes(planes)),
+            precision.mantissa,
+            *_data(x),
+            _rows(x),
+        ),
+        *((None, 0) if bias is None else _data(bias)),
+        *(*_data(y), _threads(), _isa(isa)),
+    )
+    _check(error)
+    return y
+
+
+def embedding(
+    ids: Tensor,
+    planes: Planes,
+    columns: int,
+    precision: Precision,
+    format: Format,
+    dtype: torch.dtype,
+    *,
+    isa: str | None = None,
+) -> Tensor:
+    """Rows of a packed matrix at a width: ids of any shape give [..., columns]."""
+    planes, rows = _checked_planes(planes, columns, precision, format)
+    ids = _contiguous(ids.to(torch.int64))
+    value = torch.empty((*ids.shape, columns), dtype=dtype)
+    error = library().otaro_rows(
+        *(ctypes.byref(_format(format)), rows, columns, ctypes.byref(_planes(planes)), precision.mantissa, *_data(ids)),
+        *(ids.numel(), *_data(value), _dtype(dtype), _threads(), _isa(isa)),
+    )
+    if error == _INDEX:
+        raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())} reach outside the {rows} rows of the table")
+    _check(error)
+    return value
+
+
+def encode(weight: Tensor, precision: Precision, format: Format, *, isa: str | None = None) -> Codes:
+    """The codes of a tensor at a width."""
+    weight = _checked_weight(weight)
+    code = torch.empty(weight.shape, dtype=torch.int16)
+    exponent = torch.empty((*weight.shape[:-1], format.groups(weight.shape[-1])), dtype=torch.uint8)
+    polarity = torch.empty(exponent.shape, dtype=torch.bool) if format.polarity else None
+    codes = Codes(code, exponent, polarity, precision, format)
+    index = ctypes.c_int64(-1)
+    error = library().otaro_encode(
+        *(ctypes.byref(_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _DTYPES[weight.dtype]),
+        *(precision.mantissa, ctypes.byref(_codes(codes)), ctypes.byref(index), _threads(), _isa(isa)),
+    )
+    if error == _NOT_FINITE:
+        raise sefp.not_finite(weight, index.value)
+    _check(error)
+    return codes
+
+
+def decode(codes: Codes, dtype: torch.dtype = torch.float32, *, isa: str | None = None) -> Tensor:
+    """The values the codes stand for."""
+    format, columns = codes.format, codes.code.shape[-1]
+    polarity = None if codes.polarity is None else _contiguous(codes.polarity)
+    codes = Codes(_contiguous(codes.code), _contiguous(codes.exponent), polarity, codes.precision, format)
+    value = torch.empty(codes.code.shape, dtype=dtype)
+    error = library().otaro_decode(
+        *(
+            ctypes.byref(_format(format)),
+            _rows(codes.code),
+            columns,
+            ctypes.byref(_codes(codes)),
+            codes.precision.mantissa,
+        ),
+        *(*_data(value), _dtype(dtype), _threads(), _isa(isa)),
+    )
+    _check(error)
+    return value
+
+
+def truncate(codes: Codes, precision: Precision, *, isa: str | None = None) -> Codes:
+    """Codes at a narrower width."""
+    if precision > codes.precision:
+        raise FormatError(f"codes of {codes.precision} cannot be widened to {precision}")
+    code = _contiguous(codes.code)
+    result = torch.empty_like(code)
+    error = library().otaro_truncate(
+        *(sefp.SCHEMES.index(codes.format.scheme), code.numel(), *_data(code)),
+        *(codes.precision.mantissa, precision.mantissa, *_data(result), _threads(), _isa(isa)),
+    )
+    _check(error)
+    return Codes(result, codes.exponent, codes.polarity, precision, codes.format)
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    override = os.environ.get(LIBRARY_VARIABLE)
+    paths = [Path(override)] if override else [Path(folder) / LIBRARY_NAME for folder in otaro.__path__]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return f"the native library is missing: looked for {', '.join(map(str, paths))}; install the package again"
+    try:
+        loaded = ctypes.CDLL(str(path))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int32
+    except (OSError, AttributeError) as error:
+        return f"the native library {path} cannot be loaded ({error}): install the package again"
+    version = loaded.otaro_abi_version()
+    if version != ABI_VERSION:
+        return f"the native library {path} has version {version} instead of {ABI_VERSION}: install the package again"
+    return loaded
+
+
+def _isa(name: str | None) -> int:
+    if name is None:
+        return 0
+    if name not in isas():
+        raise ValueError(f"instruction set {name!r} is not at hand: choose from {', '.join(isas())}")
+    return _ISAS.index(name)
+
+
+def _check(error: int) -> None:
+    if error:
+        raise RuntimeError(f"the native library refused a call: {_ERRORS.get(error, f'error {error}')}")
+
+
+def _threads() -> int:
+    return min(torch.get_num_threads(), _MAX_THREADS)
+
+
+def _dtype(dtype: torch.dtype) -> int:
+    if dtype not in _DTYPES:
+        raise TypeError(f"values are float32, float16 or bfloat16, not {dtype}")
+    return _DTYPES[dtype]
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise TypeError(f"the native library works on the CPU, not on {tensor.device}")
+    return tensor.detach().contiguous()
+
+
+def _checked_weight(weight: Tensor) -> Tensor:
+    if weight.dtype not in sefp.WEIGHT_DTYPES or weight.dim() == 0 or weight.numel() == 0:
+        sefp.check_weight(weight)
+    return _contiguous(weight)
+
+
+def _checked_planes(planes: Planes, columns: int, precision: Precision, format: Format) -> tuple[Planes, int]:
+    """The planes a width reads, contiguous and as large as they must be, and the number of rows."""
+    stored = format.stored(precision)
+    if planes.precision < stored:
+        raise PrecisionError(f"{precision} needs the bits of {stored}, but the planes hold those of {planes.precision}")
+    if format.polarity and planes.polarity is None:
+        raise FormatError("the format uses polarity, but the planes hold none")
+    used = Planes(
+        _contiguous(planes.base),
+        tuple(_contiguous(plane) for plane in planes.bits[: stored.mantissa - NARROWEST.mantissa]),
+        _contiguous(planes.exponent),
+        _contiguous(planes.polarity) if format.polarity and planes.polarity is not None else None,
+    )
+    *leading, width = used.base.shape
+    if width != padded_columns(columns, format) // 2:
+        raise FormatError(f"planes of {2 * width} weights a row do not belong to a tensor of {columns} columns")
+    shapes = plane_shapes((*leading, columns), format)
+    _check_shape("the base", used.base, shapes["base"])
+    _check_shape("the exponents", used.exponent, shapes["exponent"])
+    for plane in used.bits:
+        _check_shape("a bit plane", plane, shapes["bit"])
+    if used.polarity is not None:
+        _check_shape("the polarity", used.polarity, shapes["polarity"])
+    rows = 1
+    for size in leading:
+        rows *= size
+    return used, rows
+
+
+def _check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    if tensor.dtype != torch.uint8 or tuple(tensor.shape) != tuple(shape):
+        raise FormatError(f"{name} is {tensor.dtype} {list(tensor.shape)}: expected torch.uint8 {list(shape)}")
+
+
+def _rows(tensor: Tensor) -> int:
+    rows = 1
+    for size in tensor.shape[:-1]:
+        rows *= size
+    return rows
+
+
+def _data(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's bytes lie and how many they are."""
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+@functools.cache
+def _format(format: Format) -> _CFormat:
+    error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
+    return _CFormat(sefp.SCHEMES.index(format.scheme), format.group_size, int(format.polarity), error)
+
+
+def _planes(planes: Planes) -> _CPlanes:
+    bits = [_data(plane) for plane in planes.bits]
+    return _CPlanes(
+        *_data(planes.base),
+        (ctypes.c_void_p * _BIT_PLANES)(*(address for address, _ in bits)),
+        (ctypes.c_int64 * _BIT_PLANES)(*(size for _, size in bits)),
+        len(bits),
+        *_data(planes.exponent),
+        *((None, 0) if planes.polarity is None else _data(planes.polarity)),
+    )
+
+
+def _codes(codes: Codes) -> _CCodes:
+    return _CCodes(
+        *_data(codes.code),
+        *_data(codes.exponent),
+        *((None, 0) if codes.polarity is None else _data(codes.polarity)),
+    )
