@@ -1,0 +1,312 @@
+"""Reading a packed folder: what it holds, whether it is whole, and the planes of a width."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from otaro.checkpoint.layout import (
+    DTYPE_NAMES,
+    QUANT_METHOD,
+    VERSION,
+    Entry,
+    Layout,
+    file_name,
+    index_name,
+    parts,
+    read_layout,
+    signed_header,
+)
+from otaro.errors import FormatError, PrecisionError
+from otaro.precision import NARROWEST, Precision, join
+from otaro.safetensors_file import DTYPES, SafetensorsFile
+from otaro.sefp import Format
+
+Progress = Callable[[str, int, int], None]
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a packed folder holds."""
+
+    folder: Path
+    architecture: str
+    source: str
+    version: int
+    format: Format
+    embedding_floor: Precision
+    precisions: list[Precision]
+    """The widths that can be had, the widest first."""
+    parameters: int
+    packed_parameters: int
+    clamped_groups: int
+    files: dict[str, int]
+    _width_bytes: dict[Precision, int] = field(repr=False)
+    _plane_bits: dict[Precision, int] = field(repr=False)
+
+    def size(self, precision: Precision) -> int:
+        """Bytes of weight files read at that width."""
+        stored = self.format.stored(precision)
+        return sum(size for width, size in self._width_bytes.items() if width <= stored)
+
+    def bits_per_weight(self, precision: Precision) -> float:
+        """Bits of a packed weight at that width, exponents included, on average."""
+        stored = self.format.stored(precision)
+        return sum(bits for width, bits in self._plane_bits.items() if width <= stored) / self.packed_parameters
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "architecture": self.architecture,
+            "source": self.source,
+            "version": self.version,
+            **Layout(self.format, self.embedding_floor).to_json(),
+            "parameters": self.parameters,
+            "packed_parameters": self.packed_parameters,
+            "clamped_groups": self.clamped_groups,
+            "precisions": {
+                str(precision): {
+                    "bytes": self.size(precision),
+                    "bits_per_weight": round(self.bits_per_weight(precision), 4),
+                }
+                for precision in self.precisions
+            },
+            "files": self.files,
+        }
+
+
+class PackedFolder:
+    """A packed model on disk. Opening it reads the config and the first file's headers, no weights."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = self._read_config()
+        described = self.config.get("quantization_config")
+        if not isinstance(described, dict) or described.get("quant_method") != QUANT_METHOD:
+            raise FormatError(f"{path} is not a packed model: run `otaro pack {path} OUT` first")
+        self.described: dict[str, Any] = described
+        self._check_version(described.get("version"), "config.json")
+        self.layout = read_layout(described, "config.json")
+        self.format = self.layout.format
+        self.pack: str = self._headers(NARROWEST)[0][1]["sefp_pack"]
+
+    def _read_config(self) -> dict[str, Any]:
+        path = self.path / "config.json"
+        if not self.path.exists():
+            raise FormatError(f"{self.path} does not exist")
+        if not path.is_file():
+            raise FormatError(f"{self.path} is not a model folder: it has no config.json")
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise FormatError(f"{path} is not valid JSON ({error}): fetch it again") from error
+        if not isinstance(config, dict):
+            raise FormatError(f"{path} is not a JSON object: fetch it again")
+        return config
+
+    @cached_property
+    def declared(self) -> list[Precision]:
+        """The widths the folder was made with, the widest first; files may have been deleted since."""
+        try:
+            return sorted((Precision(name) for name in self.described["widths"]), reverse=True)
+        except (KeyError, TypeError, PrecisionError) as error:
+            raise FormatError("config.json does not list the widths of the folder: fetch it again") from error
+
+    @cached_property
+    def precisions(self) -> list[Precision]:
+        """The widths whose files are all there, the widest first."""
+        return [precision for precision in self.declared if not self._missing(precision)]
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """Every tensor of the model, in the order of the files."""
+        headers = self._headers(NARROWEST)
+        packed = [entry for file, metadata in headers for entry in self._packed_in(file, metadata)]
+        planes = {part.key for entry in packed for _, part in parts(entry, self.format)}
+        plain = [
+            Entry(name, info.shape, info.dtype)
+            for file, _ in headers
+            for name, info in file.tensors.items()
+            if name not in planes
+        ]
+        return plain + packed
+
+    def files(self, precision: Precision) -> list[Path]:
+        """The weight files read at a width; an error if one of them is missing."""
+        self.check_available(precision)
+        return [path for width in self.widths(precision) for path in self._paths(width)]
+
+    def widths(self, precision: Precision) -> list[Precision]:
+        """The widths whose files are read at that width, the narrowest first."""
+        return [width for width in sorted(Precision) if width <= self.format.stored(precision)]
+
+    def check_available(self, precision: Precision) -> None:
+        if precision not in self.declared:
+            raise PrecisionError(f"{self.path} does not hold precision {precision}: it holds {join(self.declared)}")
+        missing = self._missing(precision)
+        if missing:
+            held = f"this folder holds {join(self.precisions)}" if self.precisions else "every precision needs it"
+            ask = f" or ask for precision {self.precisions[0]}" if self.precisions else ""
+            raise FormatError(f"{missing} is missing: {held}; fetch that file{ask}")
+
+    def check(self, precision: Precision, progress: Progress | None = None) -> None:
+        """Read the files of a width and make sure that they are whole, unaltered and of one pack."""
+        expected: dict[Precision, set[str]] = {}
+        for entry in self.entries:
+            for width, part in parts(entry, self.format):
+                expected.setdefault(width, set()).add(part.key)
+        self.check_available(precision)
+        jobs = []
+        for width in self.widths(precision):
+            headers = self._headers(width)
+            found = {name for file, _ in headers for name in file.tensors}
+            different = sorted(found ^ expected.get(width, set()))
+            if different:
+                raise FormatError(f"{file_name(width)} does not hold {different[0]} as it should: fetch it again")
+            jobs += headers
+        total = sum(file.path.stat().st_size for file, _ in jobs)
+        done = 0
+        with ThreadPoolExecutor(4) as pool:
+            for file, size in pool.map(lambda job: self._check_file(*job), jobs):
+                done += size
+                if progress is not None:
+                    progress(f"checking {file}", done, total)
+
+    def info(self) -> Info:
+        headers = {width: self._headers(width) for width in self.widths(max(self.precisions, default=NARROWEST))}
+        sizes = {width: sum(f.path.stat().st_size for f, _ in files) for width, files in headers.items()}
+        bits: dict[Precision, int] = dict.fromkeys(headers, 0)
+        packed = [entry for entry in self.entries if entry.floor is not None]
+        for entry in packed:
+            for width, part in parts(entry, self.format):
+                if width in bits:
+                    bits[width] += part.nbytes * 8
+        counts = {entry.name: _count(entry.shape) for entry in self.entries}
+        architectures = self.config.get("architectures") or ["unknown"]
+        return Info(
+            folder=self.path,
+            architecture=str(architectures[0]),
+            source=str(self.described.get("source", "unknown")),
+            version=self.described["version"],
+            format=self.format,
+            embedding_floor=self.layout.embedding_floor,
+            precisions=self.precisions,
+            parameters=sum(counts.values()),
+            packed_parameters=sum(counts[entry.name] for entry in packed),
+            clamped_groups=int(self.described.get("clamped_groups", 0)),
+            files={file.path.name: file.path.stat().st_size for files in headers.values() for file, _ in files},
+            _width_bytes=sizes,
+            _plane_bits=bits,
+        )
+
+    def planes(self, width: Precision) -> Iterator[tuple[str, Any]]:
+        """The tensors of one width's files, (key, tensor)."""
+        for path in self._paths(width):
+            with SafetensorsFile(path) as file:
+                for name in file.tensors:
+                    yield name, file.read(name)
+
+    def _paths(self, width: Precision) -> list[Path]:
+        single, index = self.path / file_name(width), self.path / index_name(width)
+        if single.is_file() or not index.is_file():
+            return [single]
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            paths = [self.path / name for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FormatError(f"{index.name} is not an index of weight files: fetch it again") from error
+        for path in paths:
+            if path.parent != self.path:
+                raise FormatError(f"{index.name} points outside the folder: fetch it again")
+        return paths
+
+    def _missing(self, precision: Precision) -> str | None:
+        """The first file that a width lacks."""
+        for width in self.widths(precision):
+            for path in self._paths(width):
+                if not path.is_file():
+                    return path.name
+        return None
+
+    def _headers(self, width: Precision) -> list[tuple[SafetensorsFile, dict[str, str]]]:
+        """The checked headers of a width's files."""
+        result = []
+        for path in self._paths(width):
+            if not path.is_file():
+                held = "every precision needs it" if width == NARROWEST else f"{width} needs it"
+                raise FormatError(f"{path.name} is missing: {held}; fetch that file")
+            with SafetensorsFile(path) as file:
+                metadata = file.metadata
+            self._check_version(metadata.get("sefp_version"), path.name)
+            layout = read_layout(_json(metadata.get("sefp_layout"), path.name), path.name)
+            if layout != self.layout:
+                raise FormatError(f"{path.name} is of another format than config.json says: fetch the folder again")
+            if metadata.get("sefp_width") != str(width):
+                raise FormatError(f"{path.name} holds {metadata.get('sefp_width')}, not {width}: it was renamed")
+            if width > NARROWEST and metadata.get("sefp_pack") != self.pack:
+                raise FormatError(f"{path.name} comes from another pack than {file_name(NARROWEST)}: fetch it again")
+            if "sefp_pack" not in metadata or "sefp_checksum" not in metadata:
+                raise FormatError(f"{path.name} carries no checksum: fetch it again")
+            result.append((file, metadata))
+        packs = {metadata["sefp_pack"] for _, metadata in result}
+        if len(packs) > 1:
+            raise FormatError(f"the shards of {file_name(width)} come from different packs: fetch them again")
+        return result
+
+    def _check_version(self, version: Any, place: str) -> None:
+        try:
+            number = int(version)
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"{place} states no format version: fetch it again") from error
+        if number > VERSION:
+            raise FormatError(
+                f"{place} is of format version {number}, newer than {VERSION}, the newest known here: upgrade otaro"
+            )
+
+    def _packed_in(self, file: SafetensorsFile, metadata: dict[str, str]) -> list[Entry]:
+        described = _json(metadata.get("sefp_tensors"), file.path.name)
+        try:
+            return [
+                Entry(name, tuple(int(size) for size in shape), DTYPES[dtype], Precision(floor))
+                for name, (shape, dtype, floor) in described.items()
+            ]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{file.path.name} does not list its packed tensors: fetch it again") from error
+
+    def _check_file(self, file: SafetensorsFile, metadata: dict[str, str]) -> tuple[str, int]:
+        checksum = hashlib.sha256()
+        with file.path.open("rb") as stream:
+            stream.seek(file.data_start)
+            while chunk := stream.read(CHUNK):
+                checksum.update(chunk)
+        tensors = {
+            name: {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [info.start, info.end]}
+            for name, info in file.tensors.items()
+        }
+        checksum.update(signed_header(tensors, metadata))
+        if checksum.hexdigest() != metadata["sefp_checksum"]:
+            raise FormatError(f"{file.path.name} was altered: its checksum does not match; fetch it again")
+        return file.path.name, file.path.stat().st_size
+
+
+def _json(text: str | None, place: str) -> Any:
+    try:
+        return json.loads(text or "")
+    except ValueError as error:
+        raise FormatError(
+            f"{place} is no file of a packed model: its header lacks the format; fetch it again"
+        ) from error
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,268 @@
+"""The way into transformers: loading a packed folder as an ordinary model that can switch its precision.
+
+transformers loads the first file (everything E5M3 needs) as it loads any checkpoint; the quantizer registered here puts
+packed layers in place before that and attaches the planes of the wider widths after it. A loaded model is of its
+ordinary class with :class:`SefpModel` mixed in, which adds switching and saving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from otaro import convert
+from otaro.checkpoint import PackedFolder, save
+from otaro.checkpoint.folder import Progress
+from otaro.checkpoint.layout import QUANT_METHOD, VERSION, Entry, Layout, first_stored, read_layout
+from otaro.errors import OtaroError
+from otaro.nn import SefpWeight
+from otaro.packing import Planes
+from otaro.precision import WIDEST, Precision
+
+
+class OtaroConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """How a model is packed: transformers' `quantization_config`, in a packed folder or passed to `from_pretrained`.
+
+    `precision` is the width to load a packed folder at; without it the widest the folder holds.
+    """
+
+    def __init__(
+        self,
+        scheme: str = "nested",
+        group_size: int = 64,
+        polarity: bool = False,
+        exponent_by_error: str | None = None,
+        embedding_floor: str = str(convert.EMBEDDING_FLOOR),
+        precision: str | None = None,
+        **described: Any,
+    ) -> None:
+        self.quant_method = QUANT_METHOD
+        self.version = described.pop("version", VERSION)
+        self.scheme = scheme
+        self.group_size = group_size
+        self.polarity = polarity
+        self.exponent_by_error = exponent_by_error
+        self.embedding_floor = embedding_floor
+        self.precision = precision
+        described.pop("quant_method", None)
+        self.described = described
+
+    @property
+    def layout(self) -> Layout:
+        return read_layout(vars(self), "quantization_config")
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {name: value for name, value in vars(self).items() if name not in ("described", "precision")}
+        return {**fields, **self.described}
+
+
+class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts packed layers into a model before its first file is loaded and completes them afterwards."""
+
+    quantization_config: OtaroConfig
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        _ = self.quantization_config.layout
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            return
+        self.folder = PackedFolder(Path(kwargs["checkpoint_files"][0]).parent)
+        asked = self.quantization_config.precision
+        self.folder.check_available(min(self.folder.declared))
+        self.precision = self.folder.precisions[0] if asked is None else Precision(asked)
+        self.folder.check(self.precision)
+        format = self.folder.format
+        targets = {t.name: t for t in convert.find_targets(model, self.folder.layout.embedding_floor).values()}
+        packed = [entry for entry in self.folder.entries if entry.floor is not None]
+        for entry in packed:
+            target = targets.get(entry.name)
+            if target is None or target.shape != entry.shape:
+                raise OtaroError(f"{entry.name} of {self.folder.path.name} does not fit the model its config describes")
+            floor = cast(Precision, entry.floor)
+            convert.replace(model, target, convert.packed_layer(model, target, format, first_stored(floor, format)))
+        convert.tie(model, {targets[entry.name].parameter: targets[entry.name] for entry in packed})
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.pre_quantized:
+            self._attach_planes(model)
+        else:
+            clamped = convert.pack(
+                model, self.quantization_config.layout.format, self.quantization_config.layout.embedding_floor
+            )
+            self.precision = WIDEST
+            self.quantization_config.described |= {"clamped_groups": clamped}
+        mix_in(model)
+        model.set_precision(self.precision)
+        return model
+
+    def _attach_planes(self, model: Any) -> None:
+        layers = cast(dict[str, SefpWeight], convert.sefp_layers(model))
+        for width in self.folder.widths(self.precision)[1:]:
+            for key, plane in self.folder.planes(width):
+                layer = layers[key.rpartition(".")[0]]
+                layer.attach(width.mantissa, plane.to(layer.planes.base.device))
+        self.quantization_config.described |= {"pack": self.folder.pack}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class SefpModel:
+    """Mixed into the class of a packed model."""
+
+    @property
+    def precision(self) -> Precision:
+        """The width the model was last set to; layers with an override or a floor may be at another."""
+        return self.__dict__["_sefp_precision"]
+
+    @property
+    def precisions(self) -> list[Precision]:
+        """The widths the model can be set to, the widest first."""
+        widest = min(convert.available(layer) for layer in convert.sefp_layers(cast(Any, self)).values())
+        return [precision for precision in Precision if precision <= widest]
+
+    def set_precision(self, precision: Precision | str, overrides: Mapping[str, Precision | str] | None = None) -> None:
+        """Switch every layer to a width; no weight is copied or read.
+
+        `overrides` maps patterns of layer names to other widths: ``{"lm_head": "E5M8", "model.layers.0.*": "E5M6"}``.
+        """
+        precision = Precision(precision)
+        parsed = {pattern: Precision(other) for pattern, other in (overrides or {}).items()}
+        convert.set_precision(cast(Any, self), precision, parsed)
+        self.__dict__["_sefp_precision"] = precision
+
+    @contextlib.contextmanager
+    def at_precision(
+        self, precision: Precision | str, overrides: Mapping[str, Precision | str] | None = None
+    ) -> Iterator[None]:
+        """Switch for a block of code, then back to how every layer was before."""
+        layers = cast(dict[str, SefpWeight], convert.sefp_layers(cast(Any, self)))
+        before, own = {name: layer._precision for name, layer in layers.items()}, self.precision
+        self.set_precision(precision, overrides)
+        try:
+            yield
+        finally:
+            for name, layer in layers.items():
+                layer._precision = before[name]
+            self.__dict__["_sefp_precision"] = own
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: packed layers that share their weights share their planes."""
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Write the model as a packed folder, up to the width it holds. The folder must not exist yet."""
+        unsupported = sorted(name for name, value in kwargs.items() if value and name != "safe_serialization")
+        if unsupported:
+            raise OtaroError(f"a packed model cannot be saved with {unsupported[0]}: only the folder can be chosen")
+        model = cast(Any, self)
+        described = model.config.quantization_config
+        config = model.config.to_dict()
+        config["architectures"] = [type(model).__name__]
+        for name in ("_name_or_path", "quantization_config"):
+            config.pop(name, None)
+        save(
+            save_directory,
+            _contents(model),
+            config,
+            described.layout,
+            self.precisions[0],
+            {key: described.described[key] for key in ("source", "clamped_groups") if key in described.described},
+            described.described.get("pack"),
+        )
+        if model.can_generate():
+            model.generation_config.save_pretrained(save_directory)
+
+
+def _contents(model: Any) -> Iterator[tuple[Entry, Planes | torch.Tensor]]:
+    layers = cast(dict[str, SefpWeight], convert.sefp_layers(model))
+    planes = {f"{name}.{key}" for name, layer in layers.items() for key in layer._buffers}
+    packed = set()
+    for name, tensor in model.state_dict().items():
+        owner = name.rpartition(".")[0]
+        if name not in planes:
+            if name not in model.all_tied_weights_keys:
+                yield Entry(name, tuple(tensor.shape), tensor.dtype), tensor
+        elif owner not in packed:
+            packed.add(owner)
+            layer = layers[owner]
+            yield Entry(owner, layer.shape, layer.values_like.dtype, layer.floor), layer.planes
+
+
+def mix_in(model: Any) -> None:
+    """Give a model the methods of :class:`SefpModel`; its class keeps its name, which configs record."""
+    if not isinstance(model, SefpModel):
+        model.__class__ = type(type(model).__name__, (SefpModel, type(model)), {"__module__": type(model).__module__})
+    # The experts' own loop asks for one expert at a time; the fused kernels would decode all of them.
+    if any(type(layer) is SefpWeight for layer in convert.sefp_layers(model).values()):
+        model.set_experts_implementation("eager")
+
+
+def load(
+    folder: str | Path,
+    precision: Precision | str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """A packed folder (or hub name) as a transformers model, reading only the files that `precision` needs.
+
+    Without `precision` the widest that is there. `dtype` is what the model computes in: by default float32 on a CPU and
+    the type of the original weights elsewhere.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from otaro.sources.base import quiet
+
+    path = _local(folder, precision)
+    packed = PackedFolder(path)
+    if precision is not None:
+        packed.check_available(Precision(precision))
+    device = torch.device(device or "cpu")
+    if progress is not None:
+        progress("loading", 0, 1)
+    with quiet():
+        config = AutoConfig.from_pretrained(path)
+        config.quantization_config["precision"] = None if precision is None else str(Precision(precision))
+        chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=chosen, device_map=str(device))
+    if progress is not None:
+        progress("loading", 1, 1)
+    return model.eval()
+
+
+def _local(folder: str | Path, precision: Precision | str | None) -> Path:
+    """The folder itself, or a download of what a width needs from the hub."""
+    path = Path(folder).expanduser()
+    if path.exists() or not isinstance(folder, str) or folder.count("/") != 1:
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    widths = [width for width in Precision if precision is None or width <= _next(Precision(precision))]
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja", *(f"model-m{width.mantissa}*" for width in widths)]
+    try:
+        return Path(snapshot_download(folder, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+        raise OtaroError(f"there is no folder {folder}, and the hub could not be asked for it") from error
+
+
+def _next(precision: Precision) -> Precision:
+    return WIDEST if precision == WIDEST else Precision.from_mantissa(precision.mantissa + 1)
+
+
+with contextlib.suppress(ValueError):  # raised where the name is taken: this module was imported before
+    register_quantization_config(QUANT_METHOD)(OtaroConfig)
+    register_quantizer(QUANT_METHOD)(OtaroQuantizer)

@@ -1,0 +1,253 @@
+"""Layers whose weights are SEFP: packed ones for running, simulated ones for tuning.
+
+Running: :class:`SefpWeight` holds the planes of one tensor as buffers, in the layout of the files, and a precision.
+:class:`SefpLinear` and :class:`SefpEmbedding` are layers around it; the fused 3-D experts of a mixture-of-experts
+model become a bare `SefpWeight` that decodes one expert at a time when it is indexed. Switching the precision changes
+one attribute: no weight is copied, planes beyond the width are simply not read.
+
+Tuning: :class:`FakeSefpLinear`, :class:`FakeSefpEmbedding` and :class:`FakeSefpExperts` keep the ordinary parameters
+and pass them through the format on their way into the product; gradients go straight through.
+
+:mod:`otaro.convert` puts these layers into a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from otaro import ops
+from otaro.errors import PrecisionError
+from otaro.packing import Planes, plane_shapes
+from otaro.precision import NARROWEST, Precision
+from otaro.sefp import Format
+
+BASE, EXPONENT, POLARITY = "sefp_base", "sefp_exponent", "sefp_polarity"
+
+
+def bit_name(bit: int) -> str:
+    """The name of the plane that holds that bit of every code, as a buffer and in the files."""
+    return f"sefp_bit{bit}"
+
+
+class SefpWeight(nn.Module):
+    """One tensor in SEFP, decoded at `precision` when it is used.
+
+    `shape` is the tensor's own, groups running along its last dimension; `transposed` says that the model sees the last
+    two dimensions swapped. `stored` is how many planes to declare; :meth:`attach` adds more. A weight `tied_to` another
+    has no planes of its own but reads the other's, at its own precision.
+    """
+
+    tied_to: SefpWeight | None
+    values_like: Tensor
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        format: Format,
+        stored: Precision,
+        *,
+        floor: Precision = NARROWEST,
+        transposed: bool = False,
+        tied_to: SefpWeight | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        # Not a submodule: it has its own place in the model and must not be saved or moved twice.
+        self.__dict__["tied_to"] = tied_to
+        self.shape = shape
+        self.format = format
+        self.floor = floor
+        self.transposed = transposed
+        self._precision = NARROWEST
+        # Follows .to(dtype), so that values are decoded in the type the model computes in.
+        self.register_buffer("values_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        if tied_to is not None:
+            return
+        shapes = plane_shapes(shape, format)
+
+        def declare(name: str, kind: str) -> None:
+            self.register_buffer(name, torch.empty(shapes[kind], dtype=torch.uint8, device=device))
+
+        declare(BASE, "base")
+        declare(EXPONENT, "exponent")
+        if format.polarity:
+            declare(POLARITY, "polarity")
+        for bit in range(NARROWEST.mantissa + 1, stored.mantissa + 1):
+            declare(bit_name(bit), "bit")
+
+    @property
+    def planes(self) -> Planes:
+        if self.tied_to is not None:
+            return self.tied_to.planes
+        buffers = cast(dict[str, Tensor], self._buffers)
+        bits = tuple(buffers[bit_name(bit)] for bit in range(NARROWEST.mantissa + 1, self.stored.mantissa + 1))
+        return Planes(buffers[BASE], bits, buffers[EXPONENT], buffers.get(POLARITY))
+
+    @property
+    def stored(self) -> Precision:
+        """The widest code whose bits are all here."""
+        if self.tied_to is not None:
+            return self.tied_to.stored
+        bit = NARROWEST.mantissa
+        while bit_name(bit + 1) in self._buffers:
+            bit += 1
+        return Precision.from_mantissa(bit)
+
+    @property
+    def precision(self) -> Precision:
+        """The width in use: the one asked for, or the floor."""
+        return max(self._precision, self.floor)
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        if self.format.stored(max(precision, self.floor)) > self.stored:
+            raise PrecisionError(
+                f"precision {precision} is not loaded: load the model with precision={str(precision)!r} first"
+            )
+        self._precision = precision
+
+    def load(self, planes: Planes) -> None:
+        """Take over these planes, without a copy."""
+        self.register_buffer(BASE, planes.base)
+        self.register_buffer(EXPONENT, planes.exponent)
+        if planes.polarity is not None:
+            self.register_buffer(POLARITY, planes.polarity)
+        for bit, plane in enumerate(planes.bits, NARROWEST.mantissa + 1):
+            self.attach(bit, plane)
+
+    def attach(self, bit: int, plane: Tensor) -> None:
+        """Add the plane of one more bit, or replace it."""
+        self.register_buffer(bit_name(bit), plane)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values at the current precision, shaped as the model sees them."""
+        values = ops.dequantize(
+            self.planes, self.shape[-1], self.precision, self.format, dtype or self.values_like.dtype
+        )
+        return values.transpose(-1, -2) if self.transposed else values
+
+    def __getitem__(self, index: int | Tensor) -> Tensor:
+        """One matrix of a stack of them: an expert."""
+        planes = self.planes
+        rows = self.shape[-2]
+        stack = Planes(
+            planes.base.flatten(0, -2), tuple(p.flatten(0, -2) for p in planes.bits), planes.exponent, planes.polarity
+        )
+        ids = torch.arange(rows, device=planes.base.device) + index * rows
+        values = ops.embedding(ids, stack, self.shape[-1], self.precision, self.format, self.values_like.dtype)
+        return values.transpose(-1, -2) if self.transposed else values
+
+    def extra_repr(self) -> str:
+        return f"{list(self.shape)}, {self.format.scheme}, precision={self.precision}, stored={self.stored}"
+
+
+class SefpLinear(SefpWeight):
+    """A linear layer with packed weights; `bias` stays in the model's type."""
+
+    def __init__(
+        self, shape: tuple[int, ...], format: Format, stored: Precision, *, bias: bool = False, **options: Any
+    ):
+        super().__init__(shape, format, stored, **options)
+        self.out_features, self.in_features = shape
+        self.bias = nn.Parameter(torch.empty_like(self.values_like).new_empty(shape[0])) if bias else None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight at the current precision, decoded anew at each access."""
+        return self.dequantize()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.planes, self.in_features, self.precision, self.format, self.bias)
+
+
+class SefpEmbedding(SefpWeight):
+    """An embedding with packed rows; only the rows looked up are decoded."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        format: Format,
+        stored: Precision,
+        *,
+        scale: float | None = None,
+        padding_idx: int | None = None,
+        **options: Any,
+    ):
+        super().__init__(shape, format, stored, **options)
+        self.num_embeddings, self.embedding_dim = shape
+        self.scale = scale
+        self.padding_idx = padding_idx
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole table at the current precision, decoded anew at each access."""
+        return self.dequantize()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        values = ops.embedding(
+            ids, self.planes, self.embedding_dim, self.precision, self.format, self.values_like.dtype
+        )
+        return values if self.scale is None else values * torch.tensor(self.scale, dtype=values.dtype)
+
+
+class FakeSefp(nn.Module):
+    """What the simulated layers share: the format, and the width in use (None: the weights as they are)."""
+
+    format: Format
+    floor: Precision
+    precision: Precision | None
+
+    def simulate(self, weight: Tensor, *, transposed: bool = False) -> Tensor:
+        """The weight as the packed layer would have it."""
+        if self.precision is None:
+            return weight
+        precision = max(self.precision, self.floor)
+        if transposed:
+            return ops.fake_quantize(weight.transpose(-1, -2), precision, self.format).transpose(-1, -2)
+        return ops.fake_quantize(weight, precision, self.format)
+
+
+class FakeSefpLinear(FakeSefp, nn.Linear):
+    """A linear layer that computes with its weight's SEFP values and trains the weight itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.simulate(self.weight), self.bias)
+
+
+class FakeSefpEmbedding(FakeSefp, nn.Embedding):
+    """An embedding that looks up SEFP values and trains the table itself."""
+
+    scale: float | None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        values = self.simulate(functional.embedding(ids, self.weight, self.padding_idx))
+        return values if self.scale is None else values * torch.tensor(self.scale, dtype=values.dtype)
+
+
+class FakeSefpExperts(FakeSefp):
+    """Mixed into a model's own experts class: its 3-D parameters read as SEFP values while it computes."""
+
+    fused: dict[str, bool]
+    """The parameters concerned, and whether each is stored transposed."""
+    _values: dict[str, Tensor] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        values = self.__dict__.get("_values")
+        if values is None or name not in self.fused:
+            return value
+        if name not in values:
+            values[name] = self.simulate(cast(Tensor, value), transposed=self.fused[name])
+        return values[name]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._values = {}
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._values = None
