@@ -1,0 +1,389 @@
+"""The command ``otaro``: parses, calls, prints.
+
+Results go to stdout, progress and remarks to stderr. What can go wrong because of the input or the machine ends in one
+place, :func:`main`, as one line on stderr and exit code 2; a traceback means a bug in otaro (or OTARO_DEBUG=1).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+import otaro
+from otaro.console import note, progress_bar, results, size_text
+from otaro.errors import OtaroError
+from otaro.precision import WIDEST, Precision, parse_precisions
+
+if TYPE_CHECKING:
+    from otaro.checkpoint import Info
+
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 130
+
+app = typer.Typer(
+    name="otaro",
+    help="One language model, stored once, run at every precision from E5M8 (widest) to E5M3 (smallest).",
+    epilog="Try it: otaro demo    What runs where, and why: python -m otaro",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+PackedFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A packed folder, as otaro pack writes it.")]
+NewFolder = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist yet.")]
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"otaro {otaro.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(EXIT_BAD_INPUT)
+
+
+@app.command(epilog="Example: otaro pack HuggingFaceTB/SmolLM2-135M-Instruct smollm2-packed")
+def pack(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A Hugging Face model folder or name, a GGUF file, or 'smollm2' for the demo's model."
+        ),
+    ],
+    out: NewFolder,
+    precision: Annotated[
+        str, typer.Option(metavar="PRECISION", help="The widest precision to keep; all below it come along.")
+    ] = str(WIDEST),
+    scheme: Annotated[str, typer.Option(help="How weights are rounded: nested, nearest or truncate.")] = "nested",
+    group_size: Annotated[int, typer.Option(help="Weights that share an exponent: 32, 64, 128 or 256.")] = 64,
+    polarity: Annotated[
+        bool, typer.Option("--polarity", help="One more bit per group, for a little less error (nested only).")
+    ] = False,
+    exponent_by_error: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRECISION", help="Choose each exponent for the least error at this precision (nested only)."
+        ),
+    ] = None,
+    embedding_floor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRECISION", help="Embeddings and output head never run below this precision; E5M4 if left out."
+        ),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Split files larger than this, such as 500MB or 5GB.")] = "5GB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Pack a model: write it once, so that it can be run at every precision."""
+    widest = Precision(precision)
+    by_error = None if exponent_by_error is None else Precision(exponent_by_error)
+    shard_size = parse_size(max_shard_size)
+    from otaro import checkpoint
+    from otaro.convert import EMBEDDING_FLOOR
+    from otaro.sefp import Format
+
+    format = Format(scheme, group_size, polarity, by_error)  # type: ignore[arg-type]
+    with progress_bar() as progress:
+        packed = checkpoint.pack(
+            model,
+            out,
+            precision=widest,
+            format=format,
+            embedding_floor=embedding_floor or EMBEDDING_FLOOR,
+            max_shard_size=shard_size,
+            progress=progress,
+        )
+    show_info(packed, as_json)
+
+
+@app.command(epilog="Example: otaro info smollm2-packed")
+def info(
+    folder: PackedFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Show what a packed folder holds, and what each precision reads of it."""
+    from otaro import checkpoint
+
+    show_info(checkpoint.inspect(folder), as_json)
+
+
+@app.command(epilog="Example: otaro verify smollm2-packed")
+def verify(folder: PackedFolder) -> None:
+    """Check every byte of a packed folder against its checksums."""
+    from otaro import checkpoint
+
+    with progress_bar() as progress:
+        checked = checkpoint.verify(folder, progress=progress)
+    size = sum(checked.files.values())
+    print(f"{folder} is complete and unaltered: {len(checked.files)} files, {size_text(size)}")
+
+
+@app.command(epilog="Example: otaro cut smollm2-packed smollm2-small --precision E5M4")
+def cut(
+    folder: PackedFolder,
+    out: NewFolder,
+    precision: Annotated[str, typer.Option(metavar="PRECISION", help="The widest precision to keep.")],
+) -> None:
+    """Write a smaller packed folder that ends at a lower precision."""
+    widest = Precision(precision)
+    from otaro import checkpoint
+
+    with progress_bar() as progress:
+        packed = checkpoint.cut(folder, out, widest, progress=progress)
+    show_info(packed, as_json=False)
+
+
+@app.command(
+    epilog="Example: echo 'Why is the sky blue?' | otaro generate smollm2-packed --precision E5M4 > answer.txt"
+)
+def generate(
+    folder: PackedFolder,
+    prompt: Annotated[
+        str | None, typer.Option(help="The prompt; '-' reads it from stdin, as does a pipe when this is left out.")
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRECISION", envvar="OTARO_PRECISION", help="The precision to run at; the widest if left out."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the likeliest token; above 0 draws, the more freely the higher.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Draw the same tokens each time.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on from the prompt as it stands, no chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
+) -> None:
+    """Generate text from a prompt, streamed to stdout."""
+    width = None if precision is None else Precision(precision)
+    text = read_prompt(prompt)
+    model, tokenizer = load_model(folder, width)
+    from otaro.generate import generate as generate_text
+
+    result = generate_text(
+        model,
+        tokenizer,
+        text,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        raw=raw,
+        on_text=None if as_json else stream,
+    )
+    if as_json:
+        print(json.dumps(result.to_json(), ensure_ascii=False))
+    else:
+        stream("\n")
+    note(
+        f"{result.precision}: {result.tokens} tokens, {result.tokens_per_second:.1f} tokens/s, "
+        f"the first after {result.first_token_seconds:.2f} s"
+    )
+
+
+@app.command(
+    "eval", epilog="Example: otaro eval smollm2-packed --text book.txt --precisions E5M8,E5M4,E5M3 --plot out.png"
+)
+def evaluate(
+    folder: PackedFolder,
+    text: Annotated[Path, typer.Option(metavar="FILE", help="The text to predict, in UTF-8.")],
+    precisions: Annotated[str, typer.Option(help="'all', or names with commas between them.")] = "all",
+    window: Annotated[
+        int | None, typer.Option(min=2, help="Tokens read at once; the model's context, at most 2048, if left out.")
+    ] = None,
+    max_windows: Annotated[int | None, typer.Option(min=1, help="Stop after this many windows of the text.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures as JSON; '-' is stdout.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Draw perplexity against bits per weight (.png, .svg, .pdf).")
+    ] = None,
+) -> None:
+    """Measure perplexity on a text at each precision, with the model loaded once."""
+    from otaro import checkpoint
+    from otaro.evaluate import report
+    from otaro.evaluate.perplexity import default_window, perplexity_at_widths, text_tokens
+
+    packed = checkpoint.inspect(folder)
+    chosen = parse_precisions(precisions, packed.precisions)
+    content = decode_text(text.read_bytes(), str(text))
+    to_stdout = json_out == Path("-")
+    for path in (plot, None if to_stdout else json_out):
+        if path is not None and not path.parent.is_dir():
+            raise OtaroError(f"{path} cannot be written: there is no folder {path.parent}")
+    if plot is not None:
+        report.check_plot(plot)
+
+    model, tokenizer = load_model(folder, max(chosen))
+    tokens = text_tokens(tokenizer, content, str(text))
+    window = default_window(model) if window is None else window
+    if max_windows is not None:
+        tokens = tokens[: max_windows * window]
+    with progress_bar() as progress:
+        measured = perplexity_at_widths(model, tokens, chosen, window=window, progress=progress)
+    rows = [
+        report.Row(
+            width.precision,
+            packed.bits_per_weight(width.precision),
+            packed.size(width.precision),
+            width.result.perplexity,
+            width.tokens_per_second,
+        )
+        for width in measured
+    ]
+    figures = {
+        "folder": str(folder),
+        "text": str(text),
+        "window": window,
+        "windows": measured[0].result.windows,
+        "tokens": measured[0].result.tokens,
+        "results": [row.to_json() for row in rows],
+    }
+    if to_stdout:
+        print(json.dumps(figures, indent=2))
+    else:
+        results().print(report.table(rows, speed="tokens/s (prefill)"))
+        if json_out is not None:
+            report.write_json(figures, json_out)
+    if plot is not None:
+        report.write_plot(rows, plot, title=f"{packed.architecture} on {text.name}")
+
+
+@app.command(epilog="Example: otaro demo --out smollm2-packed")
+def demo(
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Pack into this folder and leave it; a temporary one if left out."),
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the temporary folder behind.")] = False,
+) -> None:
+    """Pack a small model, then show what each precision costs and gives: perplexity, an answer, speed."""
+    from otaro.demo import run
+
+    run(out, keep=keep)
+
+
+def load_model(folder: Path, precision: Precision | None) -> tuple[Any, Any]:
+    """The model at that precision and its tokenizer, with a progress bar."""
+    with progress_bar() as progress:
+        model = otaro.load(folder, precision, progress=progress)
+    from otaro.generate import load_tokenizer
+
+    return model, load_tokenizer(folder)
+
+
+def show_info(packed: Info, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(packed.to_json(), indent=2))
+        return
+    console = results()
+    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    facts.add_row("folder", str(packed.folder))
+    facts.add_row("architecture", packed.architecture)
+    facts.add_row("packed from", packed.source)
+    facts.add_row("scheme", f"{packed.format.scheme}, groups of {packed.format.group_size}")
+    facts.add_row("embeddings", f"never below {packed.embedding_floor}")
+    facts.add_row("parameters", f"{packed.parameters:,}, of which {packed.packed_parameters:,} packed")
+    facts.add_row("clamped groups", f"{packed.clamped_groups:,}")
+    console.print(facts)
+    table = Table("precision")
+    table.add_column("bits per weight", justify="right")
+    table.add_column("size", justify="right")
+    for precision in packed.precisions:
+        table.add_row(str(precision), f"{packed.bits_per_weight(precision):.2f}", size_text(packed.size(precision)))
+    console.print(table)
+
+
+def stream(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt given, or stdin's text where that is asked for or piped in."""
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise OtaroError("there is no prompt: give --prompt TEXT or pipe one in")
+    return decode_text(sys.stdin.buffer.read(), "the prompt on stdin").rstrip("\n")
+
+
+def decode_text(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OtaroError(f"{name} is not UTF-8 text: the byte at position {error.start} cannot be read") from error
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes such as 500MB, 5GB or 2GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise OtaroError(f"{text!r} is not a size: write it as 500MB or 5GB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; foreseen failures are told in one line."""
+    debug = os.environ.get("OTARO_DEBUG", "") not in ("", "0")
+    with warnings.catch_warnings():
+        quieten_libraries()
+        try:
+            code = typer.main.get_command(app).main(arguments, prog_name="otaro", standalone_mode=False) or 0
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Whoever read our output has had enough of it; nothing is left to say, not even at interpreter exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except (OtaroError, OSError, typer.TyperException, KeyboardInterrupt) as error:
+            if debug and not isinstance(error, typer.TyperException):
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                code = EXIT_STOPPED
+            else:
+                note(f"otaro: error: {sentence(error)}")
+                return EXIT_BAD_INPUT
+    if code == EXIT_STOPPED:
+        note("otaro: stopped")
+    return int(code)
+
+
+def sentence(error: OtaroError | OSError | typer.TyperException) -> str:
+    """An error in one line."""
+    if isinstance(error, typer.TyperException):
+        text = error.format_message()
+    elif isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        if error.errno == errno.ENOSPC:
+            text += "; free some space or choose another folder"
+    else:
+        text = str(error)
+    return " ".join(text.split())
+
+
+def quieten_libraries() -> None:
+    """No chatter from the libraries underneath; otaro's own warnings stay, one line each."""
+    for name, value in (
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+    ):
+        os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("default", message="otaro: ")
+    warnings.showwarning = lambda message, *_: note(str(message))

@@ -1,0 +1,1 @@
+"""How good a model is at each width, and how that is shown."""

@@ -1,0 +1,148 @@
+"""Text from a loaded model, piece by piece as it is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, TextStreamer
+
+from otaro.errors import OtaroError
+from otaro.evaluate.perplexity import context_length
+from otaro.precision import Precision
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What came out and how fast; `tokens_per_second` counts from the first token on, without reading the prompt."""
+
+    text: str
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    first_token_seconds: float
+    precision: Precision
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "precision": str(self.precision)}
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer kept in a packed folder."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise OtaroError(
+            f"{folder} holds no tokenizer that can be read: copy the model's tokenizer files into it"
+        ) from error
+
+
+def prompt_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> Tensor:
+    """The prompt as [1, tokens]: a user's message in the model's chat template, or as it stands."""
+    if not prompt:
+        raise OtaroError("the prompt is empty: give some text to go on from")
+    if raw or tokenizer.chat_template is None:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    else:
+        messages = [{"role": "user", "content": prompt}]
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    ids: Tensor = encoded["input_ids"]
+    if ids.shape[1] == 0:
+        raise OtaroError("the prompt has no tokens: give some text to go on from")
+    return ids
+
+
+@torch.inference_mode()
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    raw: bool = False,
+    on_text: Callable[[str], None] | None = None,
+) -> GenerationResult:
+    """Go on from a prompt with a transformers causal LM, at the width it is set to.
+
+    Temperature 0 takes the likeliest token each time; above it, tokens are drawn, the same ones again for the same
+    `seed`. `on_text` gets each piece of text as soon as it is settled. The prompt goes through the tokenizer's chat
+    template if there is one, unless `raw`.
+    """
+    if max_new_tokens < 1:
+        raise OtaroError(f"max_new_tokens is {max_new_tokens}: ask for at least 1 token")
+    if temperature < 0:
+        raise OtaroError(f"temperature is {temperature}: it must be 0 or more")
+    ids = prompt_tokens(tokenizer, prompt, raw=raw).to(model.device)
+    context = context_length(model)
+    if ids.shape[1] + max_new_tokens > context:
+        raise OtaroError(
+            f"{ids.shape[1]} tokens of prompt and {max_new_tokens} new ones do not fit the model's context of "
+            f"{context}: shorten the prompt or ask for fewer"
+        )
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    end_tokens = _end_tokens(model, tokenizer)
+    streamer = _Streamer(tokenizer, on_text)
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        start = time.perf_counter()
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=end_tokens or None,
+            pad_token_id=end_tokens[0] if end_tokens else 0,
+            streamer=streamer,
+            **sampling,
+        )
+    seconds = time.perf_counter() - start
+    first_token_seconds = streamer.first_token_time - start
+    decoding = seconds - first_token_seconds
+    return GenerationResult(
+        text="".join(streamer.pieces),
+        tokens=streamer.tokens,
+        seconds=seconds,
+        tokens_per_second=(streamer.tokens - 1) / decoding if streamer.tokens > 1 else 1 / seconds,
+        first_token_seconds=first_token_seconds,
+        precision=model.precision,
+    )
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """What ends an answer: the model's own end tokens, and the tokenizer's."""
+    configured = model.generation_config.eos_token_id
+    tokens = list(configured) if isinstance(configured, list) else [configured]
+    return [token for token in dict.fromkeys([*tokens, tokenizer.eos_token_id]) if token is not None]
+
+
+class _Streamer(TextStreamer):  # type: ignore[misc]
+    """Hands over each piece of text, and notes when the first token came and how many there were."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+        self.pieces: list[str] = []
+        self.tokens = 0
+        self.first_token_time = 0.0
+
+    def put(self, value: Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            if self.tokens == 0:
+                self.first_token_time = time.perf_counter()
+            self.tokens += value.numel()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.pieces.append(text)
+            if self.on_text is not None:
+                self.on_text(text)

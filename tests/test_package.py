@@ -1,0 +1,107 @@
+"""The package as a whole: what importing it costs, what it offers, what `python -m otaro` says."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import otaro
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_quick_and_without_torch() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import otaro; seconds = time.perf_counter() - start; "
+        "print(seconds, *(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    )
+    runs = [run_python(code).split() for _ in range(3)]
+    assert [run[1:] for run in runs] == [["False"] * 3] * 3
+    assert statistics.median(float(run[0]) for run in runs) < 0.3
+
+
+def test_command_line_starts_without_torch() -> None:
+    out = run_python("import sys; from otaro.cli import main; main(['pack', '--help']); print('torch' in sys.modules)")
+    assert out.splitlines()[-1] == "False"
+
+
+def test_every_name_can_be_reached_and_is_listed() -> None:
+    for name in otaro.__all__:
+        assert getattr(otaro, name) is not None
+        assert name in dir(otaro)
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        otaro.quantise  # noqa: B018
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    assert otaro.__version__ == version("otaro-llm")
+
+
+def test_typing_marker_is_installed() -> None:
+    assert (Path(otaro.__file__).parent / "py.typed").is_file()
+
+
+REGISTERED = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m; print('otaro' in m)"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(f"import otaro, transformers; {REGISTERED}", id="before-transformers"),
+        pytest.param(f"import transformers.quantizers.auto, otaro; {REGISTERED}", id="after-transformers"),
+        pytest.param(f"import otaro; from transformers import AutoModelForCausalLM; {REGISTERED}", id="model-class"),
+        pytest.param(f"import otaro.hf; {REGISTERED}", id="own-module-first"),
+    ],
+)
+def test_importing_otaro_registers_with_transformers(code: str) -> None:
+    assert run_python(code) == "True"
+
+
+def test_import_hook_is_there_once_and_removes_itself() -> None:
+    code = (
+        "import importlib, sys, otaro; importlib.reload(otaro); "
+        "ours = lambda: sum(type(finder).__module__ == 'otaro._register' for finder in sys.meta_path); "
+        "before = ours(); import transformers.quantizers.auto as auto; "
+        "print(before, ours(), type(auto.__loader__).__name__, type(auto.__spec__.loader).__name__)"
+    )
+    assert run_python(code) == "1 0 SourceFileLoader SourceFileLoader"
+
+
+def test_without_transformers_the_hook_changes_nothing() -> None:
+    assert (
+        run_python("import otaro, json, email.message; print('transformers' in __import__('sys').modules)") == "False"
+    )
+
+
+def test_diagnostics_as_json() -> None:
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "otaro", "--json"], capture_output=True, text=True, check=False)
+    assert time.perf_counter() - start < 60
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["versions"]["otaro"] == otaro.__version__
+    assert report["versions"]["torch"].startswith("2.")
+    assert report["threads"] >= 1
+    assert report["memory_bytes"] > 2**28
+    assert report["native_core"].startswith(("loaded, ", "not loaded: "))
+    ops = {row["op"].split()[0] for row in report["backends"]}
+    assert {"pack", "dequantize", "quantize", "linear", "embedding"} <= ops
+    assert all(row["backend"] in ("native", "reference") and row["why"] for row in report["backends"])
+
+
+def test_diagnostics_for_people() -> None:
+    done = subprocess.run([sys.executable, "-m", "otaro"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for word in ("otaro", "torch", "CPU features", "threads", "memory", "GPU", "native core", "op", "backend", "why"):
+        assert word in done.stdout
