@@ -75,9 +75,12 @@ def machine() -> dict[str, Any]:
     """Hardware, library versions and the commit, for the record beside every result."""
     import transformers
 
-    commit = os.environ.get("OTARO_COMMIT") or subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = (
+        os.environ.get("OTARO_COMMIT")
+        or subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "gpu": gpu,
