@@ -34,12 +34,12 @@ int nested_code_ref(float weight, int field, bool polarity) {
 
 // Squared error of a group with exponent field `candidate`, in units of (s_8 of `field` / 256)^2: whole numbers, so that
 // every implementation decides alike.
-int64_t squared_error_ref(const float* group, int size, int field, int candidate, const otaro_format& format) {
+int64_t squared_error_ref(const float* group, int weights, int field, int candidate, const otaro_format& format) {
     const int mantissa = format.exponent_by_error;
     const float scale = power_of_two(15 + kExponentOffset - field);
     const int twice_bias = static_cast<int>(2 * nested_bias(mantissa));
     int64_t error = 0;
-    for (int i = 0; i < size; ++i) {
+    for (int i = 0; i < weights; ++i) {
         const int64_t target = floor_clamped(group[i] * scale, -kErrorLimit, kErrorLimit);
         const int code = nested_code_ref(group[i], candidate, format.polarity != 0) >> (kWidest - mantissa);
         const int64_t value =
@@ -49,22 +49,23 @@ int64_t squared_error_ref(const float* group, int size, int field, int candidate
     return error;
 }
 
-// Decides exponent and polarity of a group and negates it where the polarity says so.
-GroupCode prepare_group_ref(float* group, int size, const otaro_format& format, uint32_t largest) {
+// Decides exponent and polarity of a group from the weights in it, not their padding, and negates it where the polarity
+// says so.
+GroupCode prepare_group_ref(float* group, int weights, const otaro_format& format, uint32_t largest) {
     GroupCode code{exponent_field(largest), false};
     if (format.polarity != 0) {
         float high = 0, low = 0;
-        for (int i = 0; i < size; ++i) {
+        for (int i = 0; i < weights; ++i) {
             high = group[i] > high ? group[i] : high;
             low = group[i] < low ? group[i] : low;
         }
         code.polarity = high > -low;
-        for (int i = 0; code.polarity && i < size; ++i) group[i] = -group[i];
+        for (int i = 0; code.polarity && i < weights; ++i) group[i] = -group[i];
     }
     if (format.exponent_by_error != 0 && code.field > kFieldMin) {
         const int lowered = code.field - 1;
-        if (squared_error_ref(group, size, code.field, lowered, format) <
-            squared_error_ref(group, size, code.field, code.field, format)) {
+        if (squared_error_ref(group, weights, code.field, lowered, format) <
+            squared_error_ref(group, weights, code.field, code.field, format)) {
             code.field = lowered;
         }
     }
@@ -116,7 +117,7 @@ void encode_ref(const EncodeJob& job, int64_t first, int64_t last, Findings& fin
             findings.not_finite = offset + first_not_finite_ref(buffer);
             return false;
         }
-        const GroupCode code = prepare_group_ref(buffer, size, job.format, largest);
+        const GroupCode code = prepare_group_ref(buffer, weights, job.format, largest);
         job.codes.exponent[group] = static_cast<uint8_t>(code.field);
         if (job.format.polarity != 0) job.codes.polarity[group] = code.polarity;
         for (int i = 0; i < weights; ++i) {
@@ -140,7 +141,7 @@ void pack_ref(const PackJob& job, int64_t first, int64_t last, Findings& finding
         }
         findings.below += exponent_below(largest);
         findings.above += exponent_above(largest);
-        const GroupCode code = prepare_group_ref(buffer, size, job.format, largest);
+        const GroupCode code = prepare_group_ref(buffer, weights, job.format, largest);
         exponents.put(static_cast<unsigned>(code.field));
         if (job.format.polarity != 0) polarities.put(code.polarity);
         for (int i = 0; i < size; i += 8) {
@@ -218,7 +219,7 @@ void quantize_ref(const QuantizeJob& job, int64_t first, int64_t last) {
     for_groups(job.geometry, first, last, [&](int64_t, int64_t offset, int weights) {
         float buffer[kMaxGroup];
         const uint32_t largest = load_group_ref(job.weight, job.dtype, offset, weights, group_size, buffer);
-        const GroupCode group = prepare_group_ref(buffer, group_size, job.format, largest);
+        const GroupCode group = prepare_group_ref(buffer, weights, job.format, largest);
         const float size = step(group.field, job.mantissa);
         for (int i = 0; i < weights; ++i) {
             const int code = code_ref(buffer[i], group.field, job.mantissa, job.format);

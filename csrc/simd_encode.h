@@ -147,17 +147,22 @@ __attribute__((always_inline)) inline Group measure(const T* weight, int size) {
 // The better one of a group's exponent field and the next lower one. Not inlined: rarely asked for, and its registers
 // would burden the usual path.
 template <class V, class T>
-__attribute__((noinline)) int field_by_error(const T* weight, int size, const otaro_format& format,
+__attribute__((noinline)) int field_by_error(const T* weight, int size, int weights, const otaro_format& format,
                                              const Group& group) {
+    // The zeros that fill a short group do not count: each adds the square of a zero's value, half an M-step, or nothing
+    // where the width has a true zero; at the lower exponent a quarter of it.
+    const int mantissa = format.exponent_by_error;
+    const int64_t zero = mantissa == kNarrowest ? 0 : 1 << (15 - mantissa);
+    const int64_t padding = static_cast<int64_t>(size - weights) * zero * zero;
     const int lowered = group.field - 1;
-    const int64_t error = squared_error<V>(weight, size, format, group, group.field);
-    return squared_error<V>(weight, size, format, group, lowered) < error ? lowered : group.field;
+    const int64_t error = squared_error<V>(weight, size, format, group, group.field) - padding;
+    return squared_error<V>(weight, size, format, group, lowered) - padding / 4 < error ? lowered : group.field;
 }
 
-template <class V, class T> inline Group prepare(const T* weight, int size, const otaro_format& format) {
+template <class V, class T> inline Group prepare(const T* weight, int size, int weights, const otaro_format& format) {
     Group group = format.polarity != 0 ? measure<V, T, true>(weight, size) : measure<V, T, false>(weight, size);
     if (format.exponent_by_error != 0 && group.field > kFieldMin) {
-        group.field = field_by_error<V>(weight, size, format, group);
+        group.field = field_by_error<V>(weight, size, weights, format, group);
     }
     return group;
 }
@@ -191,7 +196,7 @@ void for_weights(const Geometry& geometry, const otaro_format& format, const voi
         int count = 0;
         for_groups(geometry, start, end, [&](int64_t, int64_t offset, int weights) {
             const T* const weight = padded(static_cast<const T*>(data) + offset, weights, size, buffer[count]);
-            visits[count++] = {offset, weights, weight, prepare<V>(weight, size, format)};
+            visits[count++] = {offset, weights, weight, prepare<V>(weight, size, weights, format)};
             return true;
         });
         for (int i = 0; findings != nullptr && i < count; ++i) {

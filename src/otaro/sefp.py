@@ -161,8 +161,9 @@ def encode_unchecked(weight: Tensor, precision: Precision, format: Format) -> Co
         grouped = torch.where(polarity[..., None], -grouped, grouped)
     if format.exponent_by_error is not None:
         lowered = (field.to(torch.int16) - 1).clamp(min=0).to(torch.uint8)
-        error = _squared_error(grouped, field, field, format)
-        better = (_squared_error(grouped, field, lowered, format) < error) & (lowered > 0)
+        own = in_groups(torch.ones(columns, dtype=torch.bool, device=weight.device), format.group_size)
+        error = _squared_error(grouped, own, field, field, format)
+        better = (_squared_error(grouped, own, field, lowered, format) < error) & (lowered > 0)
         field = torch.where(better, lowered, field)
     code = _nested_code(grouped, field, format) >> (WIDEST.mantissa - precision.mantissa)
     return Codes(_out_of_groups(code, columns), field, polarity, precision, format)
@@ -222,8 +223,11 @@ def _nested_code(grouped: Tensor, field: Tensor, format: Format) -> Tensor:
     return (cell + NESTED_OFFSET).clamp(low, NESTED_MAX).to(torch.int16)
 
 
-def _squared_error(grouped: Tensor, field: Tensor, candidate: Tensor, format: Format) -> Tensor:
-    """Squared error of each group with exponent field `candidate`, in units of (s_8 of `field` / 256)^2, exact."""
+def _squared_error(grouped: Tensor, own: Tensor, field: Tensor, candidate: Tensor, format: Format) -> Tensor:
+    """Squared error of each group with exponent field `candidate`, in units of (s_8 of `field` / 256)^2, exact.
+
+    `own` marks the group's own weights: the zeros that fill a short group do not count.
+    """
     precision = format.exponent_by_error
     assert precision is not None
     scale = power_of_two(15 + EXPONENT_OFFSET - field.to(torch.int32))[..., None]
@@ -231,4 +235,4 @@ def _squared_error(grouped: Tensor, field: Tensor, candidate: Tensor, format: Fo
     code = _nested_code(grouped, candidate, format) >> (WIDEST.mantissa - precision.mantissa)
     value = (2 * code.to(torch.int64) + int(2 * nested_bias(precision))) << (WIDEST.mantissa - precision.mantissa + 7)
     value = value >> (field.to(torch.int64) - candidate.to(torch.int64))[..., None]
-    return (target - value).square().sum(-1)
+    return ((target - value) * own).square().sum(-1)
