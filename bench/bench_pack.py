@@ -119,11 +119,13 @@ def measure(repeats: int) -> list[Row]:
 
 def table(rows: list[Row], threads: int) -> Table:
     result = Table(
-        title=f"native core ({cpu.isa()}) against torch, {threads} threads", box=box.SIMPLE_HEAD, pad_edge=False
+        title=f"native core ({cpu.isa()}) against torch, {threads} threads, milliseconds",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     for column in ("operation", "shape", "dtype"):
-        result.add_column(column)
-    for column in ("native ms", "torch ms", "ratio", "GB/s", "of copy"):
+        result.add_column(column, no_wrap=True)
+    for column in ("native", "torch", "ratio", "GB/s", "of copy"):
         result.add_column(column, justify="right")
     for row in rows:
         speed, copy = row.gigabytes_per_second, row.copy_gigabytes_per_second

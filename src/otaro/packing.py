@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from otaro.errors import PrecisionError
 from otaro.precision import NARROWEST, WIDEST, Precision
 from otaro.sefp import NESTED_OFFSET, Codes, Format, truncate
 
@@ -85,6 +86,8 @@ def pack(codes: Codes) -> Planes:
 def unpack(planes: Planes, columns: int, precision: Precision, format: Format) -> Codes:
     """The codes at a width, from the planes that width needs."""
     stored = format.stored(precision)
+    if stored > planes.precision:
+        raise PrecisionError(f"precision {precision} needs the bits of {stored}, but those of {planes.precision} are here")
     code = torch.stack((planes.base & 15, planes.base >> 4), -1).flatten(-2).to(torch.int16)
     for plane in planes.bits[: stored.mantissa - NARROWEST.mantissa]:
         code = code << 1 | unpack_bits(plane)

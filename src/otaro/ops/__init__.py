@@ -29,7 +29,7 @@ from otaro.sefp import Format, Scheme
 
 OPS = ("pack", "dequantize", "quantize", "linear", "embedding")
 # Above this many rows of x, dequantising the weight once and calling the library's matrix product is faster.
-SMALL_BATCH = 8
+SMALL_BATCH = 32
 
 
 @functools.cache
@@ -97,8 +97,9 @@ def quantize(
 def fake_quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
     """The values the *packed* weight has at a width, gradients passing straight through; the weight is not checked."""
     if format.scheme == "nearest" and precision < WIDEST:
-        codes = sefp.truncate(sefp.encode_unchecked(weight.detach(), WIDEST, format), precision)
-        values: Tensor = _StraightThrough.apply(weight, sefp.decode(codes, weight.dtype))  # type: ignore[no-untyped-call]
+        codec = cpu if _backend(weight.device) is cpu else sefp
+        codes = codec.truncate(codec.encode(weight.detach(), WIDEST, format), precision)
+        values: Tensor = _StraightThrough.apply(weight, codec.decode(codes, weight.dtype))  # type: ignore[no-untyped-call]
         return values
     return _quantize(weight, precision, format)
 
