@@ -87,7 +87,7 @@ def unpack(planes: Planes, columns: int, precision: Precision, format: Format) -
     """The codes at a width, from the planes that width needs."""
     stored = format.stored(precision)
     if stored > planes.precision:
-        raise PrecisionError(f"precision {precision} needs the bits of {stored}, but those of {planes.precision} are here")
+        raise PrecisionError(f"precision {precision} needs the bits of {stored}, only {planes.precision} is here")
     code = torch.stack((planes.base & 15, planes.base >> 4), -1).flatten(-2).to(torch.int16)
     for plane in planes.bits[: stored.mantissa - NARROWEST.mantissa]:
         code = code << 1 | unpack_bits(plane)
