@@ -129,10 +129,13 @@ def not_finite(weight: Tensor, index: int, name: str = "the tensor") -> WeightEr
 
 
 def group_exponents(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Exponent fields of all groups, and the unclamped exponents they come from (both [..., groups])."""
+    """Exponent fields of all groups, and the unclamped exponents they come from (both [..., groups]).
+
+    A group whose largest weight is a subnormal float32 has the exponent -127.
+    """
     largest = in_groups(weight.float().abs(), group_size).amax(-1)
-    _, exponent = torch.frexp(largest)
-    exponent = exponent - 1
+    # A subnormal reads as -127, far below the clamp, so its true exponent does not matter.
+    exponent = (largest.view(torch.int32) >> 23) - 127
     field = exponent.clamp(EXPONENT_MIN, EXPONENT_MAX) + EXPONENT_OFFSET
     return torch.where(largest == 0, torch.zeros_like(field), field).to(torch.uint8), exponent
 

@@ -4,15 +4,16 @@
     quantize    weight → values at a width (training)    linear       x · weightᵀ + bias from planes
     embedding   rows of packed weights
 
-Backends are modules with these functions: `reference` (plain torch, any device) and `cpu` (the native core). The
-environment variable ``OTARO_BACKEND`` chooses: ``auto`` (the default) takes the fastest that is at hand and says once
-if that is not the native one on a CPU; ``native`` and ``reference`` insist. The four ops that stand in a model's graph
-are registered with torch under ``otaro::``, so that ``torch.compile`` keeps them whole.
+Backends are modules with these functions: `reference` (plain torch, any device), `cpu` (the native core) and `gpu`
+(Triton; quantize only). The environment variable ``OTARO_BACKEND`` chooses: ``auto`` (the default) takes the fastest
+that is at hand and says once if that is not the native one on a CPU; ``native`` and ``reference`` insist. The four ops
+that stand in a model's graph are registered with torch under ``otaro::``, so that ``torch.compile`` keeps them whole.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import warnings
 from types import ModuleType
@@ -48,10 +49,27 @@ def _cpu_backend(choice: str) -> tuple[ModuleType, str]:
     return reference, f"native core not available: {reason}"
 
 
+@functools.cache
+def _gpu_backend(choice: str) -> tuple[ModuleType, str]:
+    """The module that quantises on a GPU, and why."""
+    if choice == "reference":
+        return reference, "OTARO_BACKEND=reference"
+    if importlib.util.find_spec("triton") is None:
+        return reference, "Triton is not installed"
+    return importlib.import_module("otaro.ops.gpu"), "Triton"
+
+
 def _backend(device: torch.device) -> ModuleType:
     if device.type != "cpu":
         return reference
     return _cpu_backend(os.environ.get("OTARO_BACKEND", "auto"))[0]
+
+
+def quantize_backend(device: torch.device) -> ModuleType:
+    """The module that quantises weights on a device."""
+    if device.type == "cuda":
+        return _gpu_backend(os.environ.get("OTARO_BACKEND", "auto"))[0]
+    return _backend(device)
 
 
 def backends() -> list[tuple[str, str, str]]:
@@ -64,6 +82,9 @@ def backends() -> list[tuple[str, str, str]]:
         rows[OPS.index("linear")] = ("linear (cpu)", name, small)
     if torch.cuda.is_available():
         rows += [(f"{op} (cuda)", "reference", "plain torch on the device") for op in OPS]
+        gpu_module, gpu_reason = _gpu_backend(os.environ.get("OTARO_BACKEND", "auto"))
+        gpu_name = "reference" if gpu_module is reference else "triton"
+        rows[len(OPS) + OPS.index("quantize")] = ("quantize (cuda)", gpu_name, gpu_reason)
     return rows
 
 
@@ -172,7 +193,7 @@ def _quantize_op(
     weight: Tensor, mantissa: int, scheme: str, group_size: int, polarity: bool, exponent_by_error: int
 ) -> Tensor:
     format = _format(scheme, group_size, polarity, exponent_by_error)
-    values: Tensor = _backend(weight.device).quantize(weight, Precision.from_mantissa(mantissa), format)
+    values: Tensor = quantize_backend(weight.device).quantize(weight, Precision.from_mantissa(mantissa), format)
     return values
 
 

@@ -1,0 +1,179 @@
+"""Quantising weights on a GPU: every weight of a model in one launch, written in Triton.
+
+A step of tuning needs the values of all weights at the step's width. They are a few hundred megabytes, well under a
+millisecond of memory traffic, but one small launch per layer and operation costs tens of milliseconds. So the kernel
+walks over a list of tensors: each program takes a block of groups of one of them, found in a table made once per list.
+The width is an argument, not a constant, so one compiled kernel serves all of them.
+
+Same results as :mod:`otaro.sefp`, bit for bit: scales are built from exponent bits, and errors are counted in integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otaro.precision import Precision
+from otaro.sefp import SCHEMES, WEIGHT_DTYPES, Format
+
+BLOCK_WEIGHTS = 4096
+_TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nested_code(weight, field, low):
+    scaled = weight * _power_of_two(22 - field)[:, None]
+    cell = tl.where((weight < 0) & (scaled == 0), -1.0, tl.floor(scaled))
+    return tl.minimum(tl.maximum(cell + 272.0, low), 511.0).to(tl.int32)
+
+
+@triton.jit
+def _squared_error(weight, own, field, candidate, low, by_error):
+    target = tl.floor(weight * _power_of_two(30 - field)[:, None])
+    target = tl.minimum(tl.maximum(target, -1048576.0), 1048576.0).to(tl.int64)
+    code = _nested_code(weight, candidate, low) >> (8 - by_error)
+    value = (2 * code + 1 - (17 << (by_error - 3))).to(tl.int64) << (15 - by_error)
+    value = value >> (field - candidate).to(tl.int64)[:, None]
+    error = tl.where(own, target - value, 0)
+    return tl.sum(error * error, axis=1)
+
+
+@triton.jit
+def _quantize_kernel(
+    sources,
+    results,
+    all_columns,
+    all_groups,
+    block_tensor,
+    block_start,
+    mantissa,
+    bias,
+    scheme: tl.constexpr,
+    polarity: tl.constexpr,
+    by_error: tl.constexpr,
+    group_size: tl.constexpr,
+    groups_per_block: tl.constexpr,
+    source_type: tl.constexpr,
+    result_type: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tensor = tl.load(block_tensor + program)
+    columns = tl.load(all_columns + tensor)
+    source = tl.load(sources + tensor).to(tl.pointer_type(source_type))
+    result = tl.load(results + tensor).to(tl.pointer_type(result_type))
+    group = tl.load(block_start + program) + tl.arange(0, groups_per_block)
+    per_row = (columns + group_size - 1) // group_size
+    column = (group % per_row)[:, None] * group_size + tl.arange(0, group_size)[None, :]
+    own = (group < tl.load(all_groups + tensor))[:, None] & (column < columns)
+    offset = (group // per_row).to(tl.int64)[:, None] * columns + column
+    weight = tl.load(source + offset, mask=own, other=0.0).to(tl.float32)
+
+    largest = tl.max(tl.abs(weight), axis=1)
+    field = (largest.to(tl.int32, bitcast=True) >> 23) - 112
+    field = tl.minimum(tl.maximum(field, 1), 30)
+    if scheme == 2:
+        low = 16.0 if polarity else 32.0
+        if polarity:
+            negated = tl.max(weight, axis=1) > -tl.min(weight, axis=1)
+            weight = tl.where(negated[:, None], -weight, weight)
+        if by_error > 0:
+            lowered = tl.maximum(field - 1, 1)
+            error = _squared_error(weight, own, field, field, low, by_error)
+            better = (_squared_error(weight, own, field, lowered, low, by_error) < error) & (field > 1)
+            field = tl.where(better, lowered, field)
+        code = _nested_code(weight, field, low) >> (8 - mantissa)
+        value = (code.to(tl.float32) + bias) * _power_of_two(field - 14 - mantissa)[:, None]
+        if polarity:
+            value = tl.where(negated[:, None], -value, value)
+    else:
+        limit = ((1 << mantissa) - 1).to(tl.float32)
+        magnitude = tl.abs(weight) * _power_of_two(mantissa + 14 - field)[:, None]
+        magnitude = tl.minimum(magnitude, 1048576.0)
+        # Adding and taking away 1.5·2^23 rounds to a whole number, ties to even.
+        magnitude = tl.floor(magnitude) if scheme == 0 else (magnitude + 12582912.0) - 12582912.0
+        value = tl.minimum(magnitude, limit) * _power_of_two(field - 14 - mantissa)[:, None]
+        value = tl.where(weight < 0, -value, value)
+    value = tl.where((largest == 0.0)[:, None], 0.0, value)
+    tl.store(result + offset, value.to(result_type), mask=own)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors that are quantised together, with the tables the kernel walks by. Holds on to them."""
+
+    sources: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    tables: tuple[Tensor, ...]
+    blocks: int
+    group_size: int
+
+
+def prepare(sources: Sequence[Tensor], results: Sequence[Tensor], group_size: int) -> Batch:
+    """Tables for quantising `sources` into `results`: contiguous, on one device, each list of one dtype."""
+    for tensors in (sources, results):
+        if len({tensor.dtype for tensor in tensors}) != 1 or tensors[0].dtype not in WEIGHT_DTYPES:
+            raise ValueError("the tensors of a batch must share a dtype: float32, float16 or bfloat16")
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("the tensors of a batch must be contiguous")
+    if any(source.shape != result.shape for source, result in zip(sources, results, strict=True)):
+        raise ValueError("each result must have the shape of its source")
+    per_block = BLOCK_WEIGHTS // group_size
+    columns = [source.shape[-1] for source in sources]
+    groups = [source.numel() // width * -(-width // group_size) for source, width in zip(sources, columns, strict=True)]
+    tensor_of: list[int] = []
+    start_of: list[int] = []
+    for index, count in enumerate(groups):
+        blocks = range(0, count, per_block)
+        tensor_of += [index] * len(blocks)
+        start_of += blocks
+    device = sources[0].device
+
+    def table(values: list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    tables = (
+        table([source.data_ptr() for source in sources], torch.int64),
+        table([result.data_ptr() for result in results], torch.int64),
+        table(columns, torch.int32),
+        table(groups, torch.int32),
+        table(tensor_of, torch.int32),
+        table(start_of, torch.int32),
+    )
+    return Batch(tuple(sources), tuple(results), tables, len(tensor_of), group_size)
+
+
+def run(batch: Batch, precision: Precision, format: Format) -> None:
+    """Write the values of the batch's sources at a width into its results, in one launch."""
+    mantissa = precision.mantissa
+    by_error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
+    _quantize_kernel[(batch.blocks,)](
+        *batch.tables,
+        mantissa,
+        0.5 - 8.5 * 2.0 ** (mantissa - 3),
+        scheme=SCHEMES.index(format.scheme),
+        polarity=format.polarity,
+        by_error=by_error,
+        group_size=batch.group_size,
+        groups_per_block=BLOCK_WEIGHTS // batch.group_size,
+        source_type=_TRITON_TYPES[batch.sources[0].dtype],
+        result_type=_TRITON_TYPES[batch.results[0].dtype],
+        num_warps=8,
+    )
+
+
+def quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
+    """The values a weight takes at a width, in its own dtype."""
+    source = weight.contiguous()
+    result = torch.empty_like(source)
+    run(prepare([source], [result], format.group_size), precision, format)
+    return result
