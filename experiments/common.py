@@ -34,6 +34,9 @@ def load_model(model: str, device: torch.device) -> nn.Module:
     path = gguf_path(model)
     if path.suffix == ".gguf":
         loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        # The weights are ordinary floats from here on; transformers would refuse to train what it calls quantised.
+        if getattr(loaded, "hf_quantizer", None) is not None:
+            loaded.hf_quantizer.remove_quantization_config(loaded)
     else:
         loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return loaded.to(device).eval()

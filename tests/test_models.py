@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from architectures import NAMES, VOCABULARY, random_model, some_ids
+from architectures import NAMES, SMALL, VOCABULARY, random_model, some_ids
 from transformers import AutoModelForCausalLM
 
 import otaro
 from otaro import convert
 from otaro.errors import OtaroError, PrecisionError
 from otaro.hf import OtaroConfig
+from otaro.nn import FakeSefpLinear
 from otaro.precision import Precision
 from otaro.sefp import Format
 
@@ -155,13 +158,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "packed"
 
 
-def test_switching_neither_copies_nor_reads(llama: Path) -> None:
-    model = otaro.load(llama)
+@torch.no_grad()
+def test_switching_neither_copies_nor_reads(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "folder")
+    model = otaro.load(folder)
+    wide = model(some_ids()).logits
     pointers = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
-    for path in llama.iterdir():
-        assert path.stat().st_size
+    shutil.rmtree(folder)
     model.set_precision("E5M3")
+    narrow = model(some_ids()).logits
     model.set_precision("E5M8")
+    assert torch.equal(model(some_ids()).logits, wide)
+    assert not torch.equal(narrow, wide)
     assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == pointers
 
 
@@ -216,10 +224,65 @@ def test_saving_refuses_what_it_cannot_do(llama: Path, tmp_path: Path) -> None:
     model = otaro.load(llama)
     with pytest.raises(OtaroError, match="push_to_hub"):
         model.save_pretrained(tmp_path / "out", push_to_hub=True)
-    (tmp_path / "there").mkdir()
-    with pytest.raises(OtaroError, match="exists already"):
-        model.save_pretrained(tmp_path / "there")
+    with pytest.raises(OtaroError, match="holds a model already"):
+        model.save_pretrained(llama)
     assert not (tmp_path / "out").exists()
+
+
+@torch.no_grad()
+def test_saving_beside_a_tokenizer_and_in_the_original_type(tmp_path: Path) -> None:
+    random_model("llama-tied", torch.bfloat16).save_pretrained(tmp_path / "plain")
+    otaro.pack(tmp_path / "plain", tmp_path / "packed")
+    model = otaro.load(tmp_path / "packed", dtype=torch.float32)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/tokenizer.json").write_text("{}")
+    model.save_pretrained(tmp_path / "saved", is_main_process=True)
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {
+        *(path.name for path in (tmp_path / "packed").iterdir()),
+        "tokenizer.json",
+    }
+    for name in otaro.inspect(tmp_path / "packed").files:
+        assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "packed" / name).read_bytes()
+    assert json.loads((tmp_path / "saved/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_using_a_packed_model_keeps_no_decoded_weights(llama: Path) -> None:
+    model = otaro.load(llama)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model(some_ids()).logits.grad_fn is None
+
+
+def test_experts_that_are_used_as_a_whole_stay_as_they_are(tmp_path: Path) -> None:
+    config = transformers.Llama4TextConfig(
+        **SMALL, intermediate_size_mlp=80, num_local_experts=4, head_dim=12, interleave_moe_layer_step=1
+    )
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "plain")
+    otaro.pack(tmp_path / "plain", tmp_path / "packed")
+    loaded = otaro.load(tmp_path / "packed", "E5M4")
+    with torch.no_grad():
+        assert loaded(some_ids()).logits.shape == (2, 11, VOCABULARY)
+    assert torch.equal(
+        loaded.model.layers[0].feed_forward.experts.down_proj, model.model.layers[0].feed_forward.experts.down_proj
+    )
+
+
+def test_a_simulated_layer_made_by_hand() -> None:
+    layer = FakeSefpLinear(64, 3)
+    x = torch.randn(2, 64)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    layer.precision = Precision.E5M3
+    expected = torch.nn.functional.linear(x, otaro.quantize(layer.weight, "E5M3"), layer.bias)
+    assert torch.equal(layer(x), expected)
+
+
+@torch.no_grad()
+def test_a_precision_given_while_packing_in_memory(llama: Path) -> None:
+    plain = llama.with_name("plain")
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=OtaroConfig(precision="E5M5"))
+    assert model.precision is Precision.E5M5
+    assert torch.equal(model(some_ids()).logits, otaro.load(llama, "E5M5")(some_ids()).logits)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 import otaro
@@ -123,7 +124,7 @@ def info(
 
 @app.command(epilog="Example: otaro verify smollm2-packed")
 def verify(folder: PackedFolder) -> None:
-    """Check every byte of a packed folder against its checksums."""
+    """Check every byte of a packed folder's weight files against their checksums."""
     from otaro import checkpoint
 
     with progress_bar() as progress:
@@ -165,7 +166,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0, help="0 takes the likeliest token; above 0 draws, the more freely the higher.")
     ] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Draw the same tokens each time.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draw the same tokens each time.", min=0, max=2**32 - 1)] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Go on from the prompt as it stands, no chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
@@ -292,9 +293,9 @@ def show_info(packed: Info, as_json: bool) -> None:
         return
     console = results()
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    facts.add_row("folder", str(packed.folder))
-    facts.add_row("architecture", packed.architecture)
-    facts.add_row("packed from", packed.source)
+    facts.add_row("folder", escape(str(packed.folder)))
+    facts.add_row("architecture", escape(packed.architecture))
+    facts.add_row("packed from", escape(packed.source))
     facts.add_row("scheme", f"{packed.format.scheme}, groups of {packed.format.group_size}")
     facts.add_row("embeddings", f"never below {packed.embedding_floor}")
     facts.add_row("parameters", f"{packed.parameters:,}, of which {packed.packed_parameters:,} packed")

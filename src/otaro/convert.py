@@ -1,8 +1,8 @@
 """Putting SEFP layers into a model: which weights they take, and switching them together.
 
 Which weights are packed is decided by :func:`find_targets` alone: linear layers, embeddings, the output head and fused
-experts. Norms, biases, routers and convolutions stay as they are. Embeddings and head have a floor, a width they never
-go below, because they suffer first: see docs/format.md.
+experts. Everything else (norms, biases, convolutions, routers that are not plain linear layers) stays as it is.
+Embeddings and head have a floor, a width they never go below, because they suffer first: see docs/format.md.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def _scale(module: nn.Embedding) -> float | None:
 
 
 def _fused_experts(path: str, module: nn.Module) -> Iterator[Target]:
-    if "Experts" not in type(module).__name__:
+    # transformers marks the classes that can loop over single experts so; others use their stacks as a whole.
+    transposed = getattr(module, "is_transposed", None)
+    if "Experts" not in type(module).__name__ or transposed is None:
         return
-    transposed = bool(getattr(module, "is_transposed", False))
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.dim() == 3:
             shape = tuple(parameter.transpose(-1, -2).shape) if transposed else tuple(parameter.shape)
@@ -154,7 +155,12 @@ def simulate(model: nn.Module, format: Format, embedding_floor: Precision = EMBE
     fused: dict[str, dict[str, bool]] = {}
     targets = list(find_targets(model, embedding_floor).values())
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    targets += [Target(name.removesuffix(".weight"), name, "linear", (), embedding_floor) for name in tied]
+    packed = {target.parameter for target in targets}
+    targets += [
+        Target(name.removesuffix(".weight"), name, "linear", (), embedding_floor)
+        for name, source in tied.items()
+        if source in packed
+    ]
     for target in targets:
         module = model.get_submodule(target.module)
         if target.kind == "experts":

@@ -45,7 +45,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 def prompt_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> Tensor:
     """The prompt as [1, tokens]: a user's message in the model's chat template, or as it stands."""
     if not prompt:
-        raise OtaroError("the prompt is empty: give some text to go on from")
+        raise OtaroError("the prompt is empty: give --prompt TEXT or pipe one in")
     if raw or tokenizer.chat_template is None:
         encoded = tokenizer(prompt, return_tensors="pt")
     else:

@@ -8,6 +8,7 @@ ordinary class with :class:`SefpModel` mixed in, which adds switching and saving
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -21,16 +22,17 @@ from otaro import convert
 from otaro.checkpoint import PackedFolder, save
 from otaro.checkpoint.folder import Progress
 from otaro.checkpoint.layout import QUANT_METHOD, VERSION, Entry, Layout, first_stored, read_layout
-from otaro.errors import OtaroError
+from otaro.errors import FormatError, OtaroError
 from otaro.nn import SefpWeight
 from otaro.packing import Planes
-from otaro.precision import WIDEST, Precision
+from otaro.precision import WIDEST, Precision, join
 
 
 class OtaroConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How a model is packed: transformers' `quantization_config`, in a packed folder or passed to `from_pretrained`.
 
-    `precision` is the width to load a packed folder at; without it the widest the folder holds.
+    Passed for a model that is not packed, it packs the model in memory, to be used at `precision` (the widest if left
+    out). For a packed folder transformers ignores what is passed: :func:`load` takes a precision.
     """
 
     def __init__(
@@ -77,7 +79,11 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
         self.folder = PackedFolder(Path(kwargs["checkpoint_files"][0]).parent)
         asked = self.quantization_config.precision
         self.folder.check_available(min(self.folder.declared))
-        self.precision = self.folder.precisions[0] if asked is None else Precision(asked)
+        if asked is None:
+            self._fetch_missing(model)
+            self.precision = self.folder.precisions[0]
+        else:
+            self.precision = Precision(asked)
         self.folder.check(self.precision)
         format = self.folder.format
         targets = {t.name: t for t in convert.find_targets(model, self.folder.layout.embedding_floor).values()}
@@ -94,11 +100,12 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized:
             self._attach_planes(model)
         else:
-            clamped = convert.pack(
-                model, self.quantization_config.layout.format, self.quantization_config.layout.embedding_floor
-            )
-            self.precision = WIDEST
+            layout = self.quantization_config.layout
+            clamped = convert.pack(model, layout.format, layout.embedding_floor)
+            self.precision = Precision(self.quantization_config.precision or WIDEST)
             self.quantization_config.described |= {"clamped_groups": clamped}
+        # Norms and biases are all that could be trained, and asking for it would keep every decoded weight in memory.
+        model.requires_grad_(False)
         mix_in(model)
         model.set_precision(self.precision)
         return model
@@ -110,6 +117,19 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
                 layer = layers[key.rpartition(".")[0]]
                 layer.attach(width.mantissa, plane.to(layer.planes.base.device))
         self.quantization_config.described |= {"pack": self.folder.pack}
+        model.__dict__["_sefp_dtypes"] = {entry.name: entry.dtype for entry in self.folder.entries}
+        model.__dict__["_sefp_config_dtype"] = self.folder.config.get("dtype")
+
+    def _fetch_missing(self, model: Any) -> None:
+        """transformers fetches the first file alone from the hub: get the others, or say that they are missing."""
+        if self.folder.precisions == self.folder.declared:
+            return
+        name = model.config.name_or_path
+        if not Path(name).exists():
+            self.folder = PackedFolder(_local(name, None))
+        if self.folder.precisions != self.folder.declared:
+            held = join(self.folder.precisions)
+            warnings.warn(f"otaro: only {held} of {join(self.folder.declared)} is here", stacklevel=2)
 
     def is_serializable(self) -> bool:
         return True
@@ -162,8 +182,11 @@ class SefpModel:
         """Nothing to do: packed layers that share their weights share their planes."""
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Write the model as a packed folder, up to the width it holds. The folder must not exist yet."""
-        unsupported = sorted(name for name, value in kwargs.items() if value and name != "safe_serialization")
+        """Write the model as a packed folder, up to the width it holds. The folder must not hold a model yet."""
+        if not kwargs.pop("is_main_process", True):
+            return
+        harmless = ("safe_serialization", "max_shard_size", "save_function")
+        unsupported = sorted(name for name, value in kwargs.items() if value and name not in harmless)
         if unsupported:
             raise OtaroError(f"a packed model cannot be saved with {unsupported[0]}: only the folder can be chosen")
         model = cast(Any, self)
@@ -172,6 +195,7 @@ class SefpModel:
         config["architectures"] = [type(model).__name__]
         for name in ("_name_or_path", "quantization_config"):
             config.pop(name, None)
+        config["dtype"] = self.__dict__.get("_sefp_config_dtype") or config.get("dtype")
         save(
             save_directory,
             _contents(model),
@@ -180,24 +204,27 @@ class SefpModel:
             self.precisions[0],
             {key: described.described[key] for key in ("source", "clamped_groups") if key in described.described},
             described.described.get("pack"),
+            model.generation_config.save_pretrained if model.can_generate() else None,
         )
-        if model.can_generate():
-            model.generation_config.save_pretrained(save_directory)
 
 
 def _contents(model: Any) -> Iterator[tuple[Entry, Planes | torch.Tensor]]:
     layers = cast(dict[str, SefpWeight], convert.sefp_layers(model))
     planes = {f"{name}.{key}" for name, layer in layers.items() for key in layer._buffers}
     packed = set()
+    # A model may compute in another type than its weights were packed from: they are saved as they were.
+    dtypes: dict[str, torch.dtype] = model.__dict__.get("_sefp_dtypes", {})
     for name, tensor in model.state_dict().items():
         owner = name.rpartition(".")[0]
         if name not in planes:
             if name not in model.all_tied_weights_keys:
+                tensor = tensor.to(dtypes.get(name, tensor.dtype))
                 yield Entry(name, tuple(tensor.shape), tensor.dtype), tensor
         elif owner not in packed:
             packed.add(owner)
             layer = layers[owner]
-            yield Entry(owner, layer.shape, layer.values_like.dtype, layer.floor), layer.planes
+            dtype = dtypes.get(owner, layer.values_like.dtype)
+            yield Entry(owner, layer.shape, dtype, layer.floor), layer.planes
 
 
 def mix_in(model: Any) -> None:
@@ -224,20 +251,25 @@ def load(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from otaro.sources.base import quiet
+    from otaro.sources.base import first_line, quiet
 
     path = _local(folder, precision)
     packed = PackedFolder(path)
-    if precision is not None:
-        packed.check_available(Precision(precision))
+    packed.check_available(min(packed.declared) if precision is None else Precision(precision))
     device = torch.device(device or "cpu")
     if progress is not None:
         progress("loading", 0, 1)
+    width = packed.precisions[0] if precision is None else Precision(precision)
+    chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
     with quiet():
-        config = AutoConfig.from_pretrained(path)
-        config.quantization_config["precision"] = None if precision is None else str(Precision(precision))
-        chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=chosen, device_map=str(device))
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        except (ValueError, KeyError, OSError) as error:
+            raise FormatError(f"{path} has a config that transformers cannot use: {first_line(error)}") from error
+        config.quantization_config["precision"] = str(width)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=chosen, device_map=str(device), trust_remote_code=False
+        )
     if progress is not None:
         progress("loading", 1, 1)
     return model.eval()
@@ -245,8 +277,10 @@ def load(
 
 def _local(folder: str | Path, precision: Precision | str | None) -> Path:
     """The folder itself, or a download of what a width needs from the hub."""
+    from otaro.sources import HUB_NAME
+
     path = Path(folder).expanduser()
-    if path.exists() or not isinstance(folder, str) or folder.count("/") != 1:
+    if path.exists() or not isinstance(folder, str) or HUB_NAME.fullmatch(folder) is None:
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError

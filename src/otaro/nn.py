@@ -198,15 +198,24 @@ class SefpEmbedding(SefpWeight):
 class FakeSefp(nn.Module):
     """What the simulated layers share: the format, and the width in use (None: the weights as they are)."""
 
-    format: Format
-    floor: Precision
-    precision: Precision | None
+    format: Format = Format()
+    floor: Precision = NARROWEST
+    precision: Precision | None = None
+    values: Tensor | None = None
+    """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`."""
+
+    @property
+    def width(self) -> Precision | None:
+        """The width in use: the one asked for, or the floor."""
+        return None if self.precision is None else max(self.precision, self.floor)
 
     def simulate(self, weight: Tensor, *, transposed: bool = False) -> Tensor:
         """The weight as the packed layer would have it."""
-        if self.precision is None:
+        if self.values is not None:
+            return ops.straight_through(weight, self.values)
+        precision = self.width
+        if precision is None:
             return weight
-        precision = max(self.precision, self.floor)
         if transposed:
             return ops.fake_quantize(weight.transpose(-1, -2), precision, self.format).transpose(-1, -2)
         return ops.fake_quantize(weight, precision, self.format)
@@ -222,10 +231,13 @@ class FakeSefpLinear(FakeSefp, nn.Linear):
 class FakeSefpEmbedding(FakeSefp, nn.Embedding):
     """An embedding that looks up SEFP values and trains the table itself."""
 
-    scale: float | None
+    scale: float | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        values = self.simulate(functional.embedding(ids, self.weight, self.padding_idx))
+        if self.values is not None:
+            values = functional.embedding(ids, self.simulate(self.weight), self.padding_idx)
+        else:  # rows are quantised one by one, so those that are looked up are enough
+            values = self.simulate(functional.embedding(ids, self.weight, self.padding_idx))
         return values if self.scale is None else values * torch.tensor(self.scale, dtype=values.dtype)
 
 

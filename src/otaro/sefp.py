@@ -62,7 +62,7 @@ class Format:
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             raise FormatError(f"unknown scheme {self.scheme!r}: choose one of {', '.join(SCHEMES)}")
-        if self.group_size not in GROUP_SIZES:
+        if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
             raise FormatError(f"group size {self.group_size} is not one of {', '.join(map(str, GROUP_SIZES))}")
         if self.scheme != "nested" and (self.polarity or self.exponent_by_error is not None):
             raise FormatError(f"polarity and exponent_by_error refine the scheme 'nested', not {self.scheme!r}")

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch import Tensor
 from otaro import ops
 from otaro.checkpoint.folder import Info, PackedFolder, Progress
 from otaro.checkpoint.layout import QUANT_METHOD, VERSION, Entry, Layout, index_name, stem, total_bytes
-from otaro.checkpoint.writer import SHARD_SIZE, PackWriter, new_folder
+from otaro.checkpoint.writer import SHARD_SIZE, PackWriter, new_content, new_folder, refuse_existing
 from otaro.convert import EMBEDDING_FLOOR, find_targets
-from otaro.errors import OtaroError, WeightError
+from otaro.errors import WeightError
 from otaro.packing import Planes
-from otaro.precision import WIDEST, Precision
+from otaro.precision import NARROWEST, WIDEST, Precision
 from otaro.sefp import Format
 
 __all__ = ["Info", "PackedFolder", "cut", "inspect", "pack", "save", "verify"]
@@ -43,8 +44,7 @@ def pack(
     from otaro.sources import open_source
 
     out, precision, floor = Path(out), Precision(precision), Precision(embedding_floor)
-    if out.exists():
-        raise OtaroError(f"{out} exists already: choose another name or delete it first")
+    refuse_existing(out)
     with open_source(model) as source:
         targets = find_targets(source.model, floor)
         specs = {}
@@ -93,10 +93,11 @@ def save(
     precision: Precision,
     described: dict[str, Any],
     pack: str | None,
+    save_extras: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write tensors that are packed already, in memory, as a new folder without a tokenizer."""
+    """Write tensors that are packed already, in memory, into a folder that holds no model yet."""
     by_name = {entry.name: (entry, content) for entry, content in contents}
-    with new_folder(Path(out)) as partial:
+    with new_content(Path(out)) as partial:
         writer = PackWriter(partial, [entry for entry, _ in by_name.values()], layout, precision, pack=pack)
         try:
             for entry in writer.entries:
@@ -105,6 +106,8 @@ def save(
         finally:
             writer.close()
         write_config(partial, config, layout, precision, entry_point, described)
+        if save_extras is not None:
+            save_extras(partial)
 
 
 def inspect(folder: str | Path) -> Info:
@@ -129,15 +132,16 @@ def verify(folder: str | Path, progress: Progress | None = None) -> Info:
 def cut(folder: str | Path, out: str | Path, precision: Precision | str, progress: Progress | None = None) -> Info:
     """A new folder with the same model up to `precision`: the same bytes as packing it to that width."""
     precision, packed, out = Precision(precision), PackedFolder(Path(folder)), Path(out)
-    if out.exists():
-        raise OtaroError(f"{out} exists already: choose another name or delete it first")
+    refuse_existing(out)
     packed.check(precision, progress)
     files = packed.files(precision)
     with new_folder(out, sum(path.stat().st_size for path in files)) as partial:
         weights = {path.name for width in Precision for path in packed.path.glob(f"{stem(width)}*")}
-        for path in packed.path.iterdir():
-            if path.is_file() and path.name not in weights and path.name != "config.json":
-                shutil.copyfile(path, partial / path.name)
+        for path in packed.path.rglob("*"):
+            place = path.relative_to(packed.path)
+            if path.is_file() and str(place) not in weights and str(place) != "config.json":
+                (partial / place).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, partial / place)
         for number, path in enumerate(files, 1):
             shutil.copyfile(path, partial / path.name)
             if progress is not None:
@@ -148,7 +152,8 @@ def cut(folder: str | Path, out: str | Path, precision: Precision | str, progres
                 shutil.copyfile(index, partial / index.name)
         kept = ("source", "clamped_groups")
         described = {key: value for key, value in packed.described.items() if key in kept}
-        entry_point = packed.config["transformers_weights"]
+        first = packed.files(NARROWEST)
+        entry_point = first[0].name if len(first) == 1 else index_name(NARROWEST)
         write_config(partial, packed.config, packed.layout, precision, entry_point, described)
     return inspect(out)
 
@@ -177,7 +182,4 @@ def _pack_tensor(weight: Tensor, format: Format, name: str) -> tuple[Planes, Ten
 
 
 def _nbytes(entry: Entry) -> int:
-    size = entry.dtype.itemsize
-    for length in entry.shape:
-        size *= length
-    return size
+    return math.prod(entry.shape) * entry.dtype.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from otaro.checkpoint.layout import (
     VERSION,
     Entry,
     Layout,
+    Part,
     file_name,
     index_name,
     parts,
@@ -115,9 +117,12 @@ class PackedFolder:
     def declared(self) -> list[Precision]:
         """The widths the folder was made with, the widest first; files may have been deleted since."""
         try:
-            return sorted((Precision(name) for name in self.described["widths"]), reverse=True)
-        except (KeyError, TypeError, PrecisionError) as error:
-            raise FormatError("config.json does not list the widths of the folder: fetch it again") from error
+            widths = sorted((Precision(name) for name in self.described["widths"]), reverse=True)
+        except (KeyError, TypeError, PrecisionError):
+            widths = []
+        if not widths:
+            raise FormatError("config.json does not list the widths of the folder: fetch it again")
+        return widths
 
     @cached_property
     def precisions(self) -> list[Precision]:
@@ -158,16 +163,16 @@ class PackedFolder:
 
     def check(self, precision: Precision, progress: Progress | None = None) -> None:
         """Read the files of a width and make sure that they are whole, unaltered and of one pack."""
-        expected: dict[Precision, set[str]] = {}
+        expected: dict[Precision, set[Part]] = {}
         for entry in self.entries:
             for width, part in parts(entry, self.format):
-                expected.setdefault(width, set()).add(part.key)
+                expected.setdefault(width, set()).add(part)
         self.check_available(precision)
         jobs = []
         for width in self.widths(precision):
             headers = self._headers(width)
-            found = {name for file, _ in headers for name in file.tensors}
-            different = sorted(found ^ expected.get(width, set()))
+            found = {Part(name, info.dtype, info.shape) for file, _ in headers for name, info in file.tensors.items()}
+            different = sorted(part.key for part in found ^ expected.get(width, set()))
             if different:
                 raise FormatError(f"{file_name(width)} does not hold {different[0]} as it should: fetch it again")
             jobs += headers
@@ -188,8 +193,9 @@ class PackedFolder:
             for width, part in parts(entry, self.format):
                 if width in bits:
                     bits[width] += part.nbytes * 8
-        counts = {entry.name: _count(entry.shape) for entry in self.entries}
+        counts = {entry.name: math.prod(entry.shape) for entry in self.entries}
         architectures = self.config.get("architectures") or ["unknown"]
+        clamped = self.described.get("clamped_groups")
         return Info(
             folder=self.path,
             architecture=str(architectures[0]),
@@ -200,7 +206,7 @@ class PackedFolder:
             precisions=self.precisions,
             parameters=sum(counts.values()),
             packed_parameters=sum(counts[entry.name] for entry in packed),
-            clamped_groups=int(self.described.get("clamped_groups", 0)),
+            clamped_groups=clamped if type(clamped) is int else 0,
             files={file.path.name: file.path.stat().st_size for files in headers.values() for file, _ in files},
             _width_bytes=sizes,
             _plane_bits=bits,
@@ -222,6 +228,8 @@ class PackedFolder:
             paths = [self.path / name for name in names]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{index.name} is not an index of weight files: fetch it again") from error
+        if not paths:
+            raise FormatError(f"{index.name} names no weight files: fetch it again")
         for path in paths:
             if path.parent != self.path:
                 raise FormatError(f"{index.name} points outside the folder: fetch it again")
@@ -274,7 +282,7 @@ class PackedFolder:
         described = _json(metadata.get("sefp_tensors"), file.path.name)
         try:
             return [
-                Entry(name, tuple(int(size) for size in shape), DTYPES[dtype], Precision(floor))
+                Entry(name, _checked_shape(shape), DTYPES[dtype], Precision(floor))
                 for name, (shape, dtype, floor) in described.items()
             ]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -305,8 +313,7 @@ def _json(text: str | None, place: str) -> Any:
         ) from error
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    if not shape or not all(type(size) is int and size > 0 for size in shape):
+        raise ValueError(shape)
+    return tuple(shape)

@@ -37,11 +37,16 @@ from otaro.precision import NARROWEST, Precision
 SHARD_SIZE = 5_000_000_000
 
 
+def refuse_existing(out: Path) -> None:
+    """An output folder must be new; a link that leads nowhere is in the way too."""
+    if out.exists() or out.is_symlink():
+        raise OtaroError(f"{out} exists already: choose another name or delete it first")
+
+
 @contextlib.contextmanager
 def new_folder(out: Path, size: int = 0) -> Iterator[Path]:
     """A folder that appears under its name only when the block has ended well, and leaves nothing behind otherwise."""
-    if out.exists():
-        raise OtaroError(f"{out} exists already: choose another name or delete it first")
+    refuse_existing(out)
     parent = out.absolute().parent
     if not parent.is_dir():
         raise OtaroError(f"{parent} is not a folder: create it first")
@@ -58,6 +63,23 @@ def new_folder(out: Path, size: int = 0) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def new_content(out: Path) -> Iterator[Path]:
+    """Like `new_folder`, but `out` may be there already, with a tokenizer, say, as long as it holds no model."""
+    if not out.is_dir():
+        with new_folder(out) as partial:
+            yield partial
+        return
+    if (out / "config.json").exists() or any(out.glob("*.safetensors")):
+        raise OtaroError(f"{out} holds a model already: choose another folder or delete it first")
+    with tempfile.TemporaryDirectory(prefix=".otaro.partial-", dir=out) as name:
+        partial = Path(name)
+        yield partial
+        # The config comes last: without it the folder is not taken for a model.
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            path.replace(out / path.name)
 
 
 def _umask() -> int:

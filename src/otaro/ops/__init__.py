@@ -116,13 +116,18 @@ def quantize(
 
 
 def fake_quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
-    """The values the *packed* weight has at a width, gradients passing straight through; the weight is not checked."""
+    """The values the *packed* weight has at a width, gradients passing straight through."""
     if format.scheme == "nearest" and precision < WIDEST:
         codec = cpu if _backend(weight.device) is cpu else sefp
         codes = codec.truncate(codec.encode(weight.detach(), WIDEST, format), precision)
-        values: Tensor = _StraightThrough.apply(weight, codec.decode(codes, weight.dtype))  # type: ignore[no-untyped-call]
-        return values
+        return straight_through(weight, codec.decode(codes, weight.dtype))
     return _quantize(weight, precision, format)
+
+
+def straight_through(weight: Tensor, values: Tensor) -> Tensor:
+    """`values` in the place of `weight`, their gradient going to the weight; nothing is saved for it."""
+    result: Tensor = _StraightThrough.apply(weight, values)  # type: ignore[no-untyped-call]
+    return result
 
 
 def dequantize(planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype) -> Tensor:
@@ -137,7 +142,8 @@ def linear(
     """``x @ weight.T + bias`` with the weight at a width; differentiable in x and bias."""
     result: Tensor
     small = x.numel() <= SMALL_BATCH * columns and x.dtype == torch.float32 and x.device.type == "cpu"
-    if small and not torch.is_grad_enabled():
+    differentiated = x.requires_grad or (bias is not None and bias.requires_grad)
+    if small and not (differentiated and torch.is_grad_enabled()):
         result = torch.ops.otaro.linear(x, *_arguments(planes, columns, precision, format), bias)
         return result
     return torch.nn.functional.linear(x, dequantize(planes, columns, precision, format, x.dtype), bias)
@@ -181,7 +187,7 @@ def _quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, weight: Tensor, values: Tensor) -> Tensor:
-        return values
+        return values.view_as(values)
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -1,0 +1,174 @@
+"""What a step of once tuning costs on a GPU, as a ratio to a step of ordinary tuning in the same run.
+
+    python bench/tune_step.py --model smollm2 --json bench/tune_step.json
+
+Both sides run the same compiled model in bf16 with a fused AdamW; `otaro` also quantises every weight at the start of
+each step, going through all six widths. Steps are interleaved in rounds, medians taken. Checks the kernel against the
+torch codec first, bfloat16 included. `--shape llama-1b` takes random weights in the shape of Llama-3.2-1B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "experiments"))
+import common
+
+from otaro import convert, sefp
+from otaro.ops import gpu
+from otaro.precision import Precision
+from otaro.sefp import Format
+from otaro.tune.refresh import Refresher
+
+
+def check_kernel() -> int:
+    """Bit equality with the torch codec on this GPU; returns how many tensors were compared."""
+    compared = 0
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for scheme in sefp.SCHEMES:
+            formats = [Format(scheme, size) for size in sefp.GROUP_SIZES]
+            if scheme == "nested":
+                formats += [Format(polarity=True), Format(polarity=True, exponent_by_error=Precision.E5M4)]
+            for format in formats:
+                weights = [
+                    (torch.randn(shape, generator=generator) * 0.02).to(dtype).cuda()
+                    for shape in ((576, 576), (33, 100), (1, 7), (4, 30, 200))
+                ]
+                weights.append(torch.zeros(3, 64, dtype=dtype, device="cuda"))
+                results = [torch.full_like(weight, float("nan")) for weight in weights]
+                batch = gpu.prepare(weights, results, format.group_size)
+                for precision in Precision:
+                    gpu.run(batch, precision, format)
+                    for weight, result in zip(weights, results, strict=True):
+                        expected = sefp.decode(sefp.encode(weight, precision, format), dtype)
+                        if not torch.equal(result, expected):
+                            raise SystemExit(f"the kernel differs from the codec: {dtype} {format} {precision}")
+                        compared += 1
+    return compared
+
+
+def load(shape: str, model: str) -> Any:
+    if shape == "smollm2":
+        return common.load_model(model, torch.device("cuda"))
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+class Step:
+    """One side of the comparison: its own model, optimizer and, for otaro, widths."""
+
+    def __init__(self, arguments: argparse.Namespace, quantised: bool) -> None:
+        torch.manual_seed(0)
+        self.model = load(arguments.shape, arguments.model).train()
+        self.widths = itertools.cycle(Precision) if quantised else None
+        convert.simulate(self.model, Format())
+        self.refresh = Refresher(self.model, torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.compiled = torch.compile(self.loss)
+        self.vocabulary = self.model.config.vocab_size
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = self.model(input_ids=ids, use_cache=False).logits
+        return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+    def __call__(self, ids: torch.Tensor) -> None:
+        if self.widths is not None:
+            convert.set_precision(self.model, next(self.widths))
+            self.refresh()
+        self.compiled(ids).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    torch.set_float32_matmul_precision("high")
+    result: dict[str, Any] = {
+        "shape": arguments.shape,
+        "batch": arguments.batch,
+        "sequence": arguments.length,
+        "machine": common.machine(),
+        "kernel_compared": check_kernel(),
+    }
+    sides = {}
+    ids = torch.randint(0, 40000, (arguments.batch, arguments.length), device="cuda")
+    for name in ("fp16", "otaro"):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        side = Step(arguments, name == "otaro")
+        for _ in range(8):
+            side(ids)
+        torch.cuda.synchronize()
+        result[f"{name}_warm_up_seconds"] = time.perf_counter() - started
+        result[f"{name}_peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        sides[name] = side
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(arguments.rounds):
+        for name, side in sides.items():
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            for _ in range(6):
+                side(ids)
+            events[1].record()
+            torch.cuda.synchronize()
+            times[name].append(events[0].elapsed_time(events[1]) / 6 / 1000)
+    tokens = arguments.batch * arguments.length
+    for name, seconds in times.items():
+        result[f"{name}_step_seconds"] = statistics.median(seconds)
+        result[f"{name}_tokens_per_second"] = tokens / statistics.median(seconds)
+    result["step_ratio"] = statistics.median(o / f for o, f in zip(times["otaro"], times["fp16"], strict=True))
+    result["memory_ratio"] = result["otaro_peak_bytes"] / result["fp16_peak_bytes"]
+    refresh = sides["otaro"].refresh
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(20):
+        refresh()
+    torch.cuda.synchronize()
+    result["refresh_seconds"] = (time.perf_counter() - started) / 20
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2 or a GGUF file")
+    parser.add_argument("--shape", choices=["smollm2", "llama-1b"], default="smollm2")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", help="add the result to this file")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU")
+    result = measure(arguments)
+    print(json.dumps(result, indent=1))
+    if arguments.json:
+        path = Path(arguments.json)
+        results = json.loads(path.read_text()) if path.exists() else []
+        path.write_text(json.dumps([*results, result], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

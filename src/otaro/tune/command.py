@@ -1,0 +1,304 @@
+"""The command ``otaro tune``: from a model and some data to one model that is good at every width.
+
+While it runs everything lies in a folder beside the result, OUT.tuning: checkpoints, the log and what was measured
+before. A run that is stopped or killed goes on from there with --resume; when it is done the result is written at once
+and that folder is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from otaro.console import note, progress_bar, results
+from otaro.errors import OtaroError
+from otaro.precision import Precision
+
+if TYPE_CHECKING:
+    from otaro.tune.config import TuneArguments
+    from otaro.tune.trainer import OtaroTrainer
+
+EXIT_STOPPED = 130
+EXAMPLE = "Example: otaro tune smollm2 smollm2-tuned --data book.txt --steps 200 --eval-text chapter.txt"
+REPORT_NAME, PLOT_NAME, BEFORE_NAME = "tune.json", "tune.png", "before.json"
+MEASURED_WINDOWS = 64
+DEFAULT_STEPS_BETWEEN_CHECKPOINTS = 100
+
+
+def tune(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A Hugging Face model folder or name, a GGUF file, or 'smollm2' for the demo's model."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist yet.")],
+    data: Annotated[
+        list[str],
+        typer.Option(metavar="DATA", help="Text, JSONL, a folder or a hub data set; may be given several times."),
+    ],
+    recipe: Annotated[str, typer.Option(help="Where settings come from: default, or paper for the paper's own.")] = (
+        "default"
+    ),
+    method: Annotated[
+        str | None, typer.Option(help="otaro, bps, uniform, fixed:E5M8 … fixed:E5M3, or fp16; otaro if left out.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Updates to make; overrides --epochs.")] = None,
+    epochs: Annotated[float, typer.Option(min=0.001, help="Times to go through the data.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per process that are computed at once.")] = 8,
+    gradient_accumulation: Annotated[int, typer.Option(min=1, help="Batches that make one update.")] = 1,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 512,
+    padded: Annotated[
+        bool, typer.Option("--padded", help="One example to a sequence, padded, instead of packed into blocks.")
+    ] = False,
+    learning_rate: Annotated[float | None, typer.Option(min=0, help="The recipe's if left out.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw_torch, sgd or another of transformers' names; the recipe's if left out.")
+    ] = None,
+    widths: Annotated[str, typer.Option(help="The widths to tune for: 'all', or names with commas between.")] = "all",
+    scheme: Annotated[
+        str | None, typer.Option(help="How weights are rounded, as in otaro pack; the recipe's if left out.")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Weights that share an exponent, as in otaro pack; the recipe's if left out.")
+    ] = None,
+    polarity: Annotated[bool, typer.Option("--polarity", help="One more bit per group, as in otaro pack.")] = False,
+    exponent_by_error: Annotated[
+        str | None, typer.Option(metavar="PRECISION", help="Least-error exponents at a width, as in otaro pack.")
+    ] = None,
+    embedding_floor: Annotated[
+        str | None, typer.Option(metavar="PRECISION", help="The floor of embeddings and head, as in otaro pack.")
+    ] = None,
+    exploration: Annotated[float | None, typer.Option(help="λ of BPS; the recipe's if left out.")] = None,
+    delay: Annotated[int | None, typer.Option(min=1, help="N of LAA; the recipe's if left out.")] = None,
+    delay_apply: Annotated[
+        str | None, typer.Option(help="Apply held gradients as their sum or mean; the recipe's if left out.")
+    ] = None,
+    ultra_low: Annotated[str, typer.Option(help="The widths whose gradients are held back.")] = "E5M4,E5M3",
+    lora: Annotated[
+        int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
+    ] = None,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16; weights stay in float32.")] = False,
+    fp16: Annotated[bool, typer.Option("--fp16", help="Compute in float16 with loss scaling.")] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory for more computing.")
+    ] = False,
+    eval_text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure perplexity on this text before and after.")
+    ] = None,
+    eval_windows: Annotated[
+        int, typer.Option(min=1, help="Measure on at most this many windows of the text.")
+    ] = MEASURED_WINDOWS,
+    save_steps: Annotated[
+        int, typer.Option(min=1, help="Updates between checkpoints.")
+    ] = DEFAULT_STEPS_BETWEEN_CHECKPOINTS,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped or killed.")] = False,
+    seed: Annotated[int, typer.Option(help="Decides the order of the data and random widths.")] = 0,
+    report_to: Annotated[str, typer.Option(help="Also report to tensorboard, wandb or another such tool.")] = "none",
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
+) -> None:
+    """Tune a model once, so that it is good at every precision."""
+    from otaro.tune.config import TuneArguments
+    from otaro.tune.config import recipe as find_recipe
+
+    work = out.with_name(f"{out.name}.tuning")
+    if out.exists():
+        raise OtaroError(f"{out} exists already: choose another name or delete it first")
+    if not out.absolute().parent.is_dir():
+        raise OtaroError(f"{out.absolute().parent} is not a folder: create it first")
+    given: dict[str, Any] = {
+        "method": method,
+        "learning_rate": learning_rate,
+        "optim": optimizer,
+        "scheme": scheme,
+        "group_size": group_size,
+        "exploration": exploration,
+        "delay": delay,
+        "delay_apply": delay_apply,
+        "embedding_floor": embedding_floor,
+    }
+    options = {**find_recipe(recipe), **{name: value for name, value in given.items() if value is not None}}
+    args = TuneArguments(
+        **options,
+        output_dir=str(work),
+        max_steps=-1 if steps is None else steps,
+        num_train_epochs=epochs,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=gradient_accumulation,
+        widths=widths,
+        ultra_low=ultra_low,
+        polarity=polarity,
+        exponent_by_error=exponent_by_error,
+        bf16=bf16,
+        fp16=fp16,
+        gradient_checkpointing=gradient_checkpointing,
+        save_strategy="steps",
+        save_steps=save_steps,
+        save_total_limit=1,
+        seed=seed,
+        report_to=report_to,
+        logging_steps=10 if report_to != "none" else 500,
+        disable_tqdm=True,
+        use_cpu=cpu,
+    )
+    text = None if eval_text is None else eval_text.read_bytes()
+    run(
+        model,
+        out,
+        args,
+        data,
+        sequence_length=sequence_length,
+        padded=padded,
+        lora=lora,
+        eval_text=None if text is None else (str(eval_text), text),
+        eval_windows=eval_windows,
+        resume=resume,
+    )
+
+
+def run(
+    model: str,
+    out: Path,
+    args: TuneArguments,
+    data: list[str],
+    *,
+    sequence_length: int,
+    padded: bool,
+    lora: int | None,
+    eval_text: tuple[str, bytes] | None,
+    eval_windows: int,
+    resume: bool,
+) -> None:
+    """Tune, measure and write; `args` says where checkpoints go."""
+    from otaro.evaluate.perplexity import context_length
+    from otaro.evaluate.report import write_json
+    from otaro.sources import open_source
+    from otaro.tune import report
+    from otaro.tune.callbacks import LOG_NAME, read_log
+    from otaro.tune.data import load_blocks, make_collator
+    from otaro.tune.model import add_adapters, load_model, merge_adapters, save_model
+    from otaro.tune.resume import checkpoints, last_complete
+    from otaro.tune.trainer import OtaroTrainer
+
+    work = Path(args.output_dir)
+    found = last_complete(work)
+    if not resume and checkpoints(work):
+        raise OtaroError(f"{work} holds a run that was not finished: add --resume to go on, or delete that folder")
+    if resume and found is None:
+        raise OtaroError(f"there is no checkpoint in {work} to go on from: start without --resume")
+    # Of several processes the first one talks.
+    first = os.environ.get("RANK", "0") == "0"
+    with open_source(model) as source, progress_bar() if first else nullcontext(_silence) as progress:
+        tokenizer = read_tokenizer(source)
+        layout: Any = "padded" if padded else "packed"
+        longest = context_length(source.model)
+        blocks = load_blocks(data, tokenizer, sequence_length, longest=longest, layout=layout)
+        network = load_model(source, progress)
+        if lora is not None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
+            raise OtaroError("adapters cannot be merged into sharded weights: use LoRA with DDP, not with FSDP")
+        if lora is not None:
+            network = add_adapters(network, args.format, args.floor, rank=lora)
+        trainer = OtaroTrainer(
+            network, args, progress=progress, train_dataset=blocks, data_collator=make_collator(tokenizer)
+        )
+        left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""
+        if first:
+            note(f"{len(blocks)} sequences, {blocks.tokens} tokens{left_out}")
+        measured = None if eval_text is None else eval_tokens(tokenizer, eval_text, sequence_length, eval_windows)
+        before = measure_before(trainer, work, measured, sequence_length, progress)
+        trainer.train(found)
+        if trainer.interrupted:
+            if first:
+                note(f"stopped after {trainer.state.global_step} updates: add --resume to the same command to go on")
+            raise typer.Exit(EXIT_STOPPED)
+        widths = list(Precision)
+        state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+        final = trainer.accelerator.unwrap_model(trainer.model)
+        if lora is not None:
+            final = trainer.model = merge_adapters(final)
+        after = {} if measured is None else report.measure(trainer, measured, widths, sequence_length, progress)
+        trainer.accelerator.wait_for_everyone()
+        if trainer.is_world_process_zero():
+            log = read_log(work / LOG_NAME)
+            figures = {
+                "model": source.label,
+                "method": args.method,
+                "updates": trainer.state.global_step,
+                "tokens": blocks.tokens,
+                "perplexity_before": report.finite(before),
+                "perplexity_after": report.finite(after),
+                "batches": {str(width): count for width, count in trainer.path.counts.items()},
+            }
+            write_json(figures, work / REPORT_NAME)
+            extras = [work / LOG_NAME, work / REPORT_NAME]
+            if report.write_plot(log, work / PLOT_NAME):
+                extras.append(work / PLOT_NAME)
+            save_model(final, source, out, extras, state)
+            shutil.rmtree(work)
+            results().print(report.table(before, after, log))
+            note(f"The tuned model is in {out}: pack it with otaro pack {out} {out}-packed{pack_options(args)}")
+
+
+def _silence(description: str, done: int, total: int) -> None:
+    """Progress that nobody sees."""
+
+
+def read_tokenizer(source: Any) -> Any:
+    """The tokenizer of a source, whatever form it has there."""
+    from otaro.generate import load_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="otaro-tokenizer-") as folder:
+        source.save_extras(Path(folder))
+        (Path(folder) / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
+        try:
+            return load_tokenizer(folder)
+        except OtaroError as error:
+            raise OtaroError(f"{source.label} has no tokenizer that can be read: add its files to the model") from error
+
+
+def eval_tokens(tokenizer: Any, text: tuple[str, bytes], window: int, windows: int) -> Any:
+    from otaro.evaluate.perplexity import text_tokens
+
+    name, content = text
+    try:
+        decoded = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OtaroError(f"{name} is not UTF-8 text: the byte at position {error.start} cannot be read") from error
+    return text_tokens(tokenizer, decoded, name)[: window * windows]
+
+
+def measure_before(trainer: OtaroTrainer, work: Path, tokens: Any, window: int, progress: Any) -> dict[str, float]:
+    """Perplexity before tuning; a resumed run reads what the first one measured."""
+    from otaro.evaluate.report import write_json
+    from otaro.tune import report
+
+    if tokens is None:
+        return {}
+    path = work / BEFORE_NAME
+    if path.exists():
+        read: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+        return {name: float("inf") if value is None else value for name, value in read.items()}
+    measured = report.measure(trainer, tokens, list(Precision), window, progress)
+    if trainer.is_world_process_zero():
+        write_json(report.finite(measured), path)
+    return measured
+
+
+def pack_options(args: TuneArguments) -> str:
+    """What otaro pack must be told so that it packs what was tuned."""
+    from otaro.convert import EMBEDDING_FLOOR
+    from otaro.sefp import Format
+
+    default, chosen = Format(), args.format
+    options = "" if chosen.scheme == default.scheme else f" --scheme {chosen.scheme}"
+    options += "" if chosen.group_size == default.group_size else f" --group-size {chosen.group_size}"
+    options += " --polarity" if chosen.polarity else ""
+    options += "" if chosen.exponent_by_error is None else f" --exponent-by-error {chosen.exponent_by_error}"
+    return options + ("" if args.floor == EMBEDDING_FLOOR else f" --embedding-floor {args.floor}")

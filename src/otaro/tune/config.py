@@ -1,0 +1,150 @@
+"""The settings of a tuning run, and the recipes: sets of settings under one name.
+
+:class:`TuneArguments` are transformers' own training arguments with those of the method beside them, so everything the
+Trainer can do (mixed precision, gradient accumulation and checkpointing, schedules, reporting) is set in one place.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from otaro.convert import EMBEDDING_FLOOR
+from otaro.errors import OtaroError
+from otaro.precision import Precision, parse_precisions
+from otaro.sefp import Format
+from otaro.tune.delay import APPLY
+from otaro.tune.path import Path, make_path
+
+DEEPSPEED_REFUSED = (
+    "DeepSpeed is not supported: its engine owns the optimizer, which must hold gradients back; "
+    "use the accelerate configs for DDP or FSDP2 instead"
+)
+
+
+@dataclass
+class TuneArguments(TrainingArguments):  # type: ignore[misc]
+    """Everything a run is set by. Widths are written as text, ``all`` or ``E5M8,E5M4``, so that they parse and save."""
+
+    method: str = field(
+        default="otaro", metadata={"help": "otaro (BPS and LAA), bps, uniform, fixed:E5M8 … fixed:E5M3, or fp16."}
+    )
+    widths: str = field(default="all", metadata={"help": "The widths to tune for."})
+    exploration: float = field(default=5.0, metadata={"help": "λ of BPS: how much neglected widths attract."})
+    delay: int = field(default=10, metadata={"help": "N of LAA: ultra-low gradients that make one update."})
+    delay_apply: str = field(default="sum", metadata={"help": "Apply held gradients as their sum or their mean."})
+    ultra_low: str = field(default="E5M4,E5M3", metadata={"help": "The widths whose gradients are held."})
+    scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
+    group_size: int = field(default=64, metadata={"help": "Weights that share an exponent."})
+    polarity: bool = field(default=False, metadata={"help": "One more bit per group (nested only)."})
+    exponent_by_error: str | None = field(
+        default=None, metadata={"help": "Choose exponents for the least error at this width (nested only)."}
+    )
+    embedding_floor: str = field(
+        default=str(EMBEDDING_FLOOR), metadata={"help": "Embeddings and output head never go below this width."}
+    )
+    # A loss that is not finite ends the run, so the Trainer need not look for one at every batch.
+    logging_nan_inf_filter: bool = field(default=False)
+    ddp_find_unused_parameters: bool | None = field(default=False)
+
+    def __post_init__(self) -> None:
+        if self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
+            raise OtaroError(DEEPSPEED_REFUSED)
+        if self.delay < 1:
+            raise OtaroError(f"a delay of {self.delay} batches holds nothing: choose 1 or more")
+        if self.delay_apply not in APPLY:
+            raise OtaroError(f"held gradients are applied as {' or '.join(APPLY)}, not as {self.delay_apply!r}")
+        _ = self.path_widths, self.ultra_low_widths, self.format, self.floor
+        self.make_path()
+        super().__post_init__()
+
+    @property
+    def path_widths(self) -> list[Precision]:
+        return parse_precisions(self.widths)
+
+    @property
+    def ultra_low_widths(self) -> list[Precision]:
+        return parse_precisions(self.ultra_low) if self.ultra_low else []
+
+    @property
+    def format(self) -> Format:
+        by_error = None if self.exponent_by_error is None else Precision(self.exponent_by_error)
+        return Format(self.scheme, self.group_size, self.polarity, by_error)  # type: ignore[arg-type]
+
+    @property
+    def floor(self) -> Precision:
+        return Precision(self.embedding_floor)
+
+    def make_path(self) -> Path:
+        return make_path(self.method, self.path_widths, exploration=self.exploration, seed=self.seed)
+
+
+RESUMED = (
+    "method",
+    "widths",
+    "exploration",
+    "delay",
+    "delay_apply",
+    "ultra_low",
+    "scheme",
+    "group_size",
+    "polarity",
+    "exponent_by_error",
+    "embedding_floor",
+    "optim",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "max_steps",
+    "num_train_epochs",
+    "seed",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+)
+"""The settings that a resumed run must share with the one it goes on from, else it would be a run of neither."""
+
+RECIPES: dict[str, dict[str, Any]] = {
+    # The paper's settings. Its figures before tuning rule out plain truncation: `nearest` is what matches them.
+    "paper": {
+        "optim": "sgd",
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+        "method": "otaro",
+        "exploration": 5.0,
+        "delay": 10,
+        "delay_apply": "sum",
+        "scheme": "nearest",
+        "group_size": 64,
+    },
+    # Adam divides by the gradient's size: a sum of N gradients would only inflate its second moment.
+    "default": {
+        "optim": "adamw_torch",
+        "learning_rate": 3e-5,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.03,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "method": "otaro",
+        "exploration": 5.0,
+        "delay": 10,
+        "delay_apply": "mean",
+        "scheme": "nested",
+        "group_size": 64,
+    },
+}
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """The settings of a recipe, to be changed freely."""
+    if name not in RECIPES:
+        raise OtaroError(f"unknown recipe {name!r}: choose {' or '.join(RECIPES)}")
+    return dict(RECIPES[name])

@@ -1,0 +1,296 @@
+"""What a model is tuned on: text and conversations, as blocks of tokens.
+
+Sources are plain text files, JSONL files, folders and hub names (these two through the library `datasets`). A record
+of a JSONL file or a data set is one of
+
+    {"text": …}                                  text
+    {"instruction": …, "input": …, "output": …}  a request and its answer (Alpaca's form; the input may be missing)
+    {"messages": [{"role": …, "content": …}, …]} a conversation, written out by the model's chat template
+
+Text is learned whole. Of requests and conversations only the answers are: all other tokens are read but not predicted.
+Pieces that are learned and pieces that are not are tokenised apart, as they are when the model is used.
+
+Examples are either packed, one after the other with an end token between them, and cut into blocks of the same length,
+or padded, one to a sequence. Packing wastes nothing; a rest shorter than a block is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from otaro.errors import OtaroError
+
+IGNORED = -100
+"""The label of a token that is not predicted, as transformers has it."""
+Layout = Literal["packed", "padded"]
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+FILE_SUFFIXES = (*JSONL_SUFFIXES, ".txt", ".md", ".text", ".raw", ".tokens", ".csv", ".parquet")
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+ALPACA_HEAD = "Below is an instruction that describes a task"
+FORMS = "a text, an instruction with its output, or messages"
+
+
+@dataclass(frozen=True)
+class Example:
+    """Pieces of text in order, each with whether it is learned."""
+
+    pieces: tuple[tuple[str, bool], ...]
+
+
+class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences ready for the Trainer; `left_out` counts examples whose answer did not fit."""
+
+    def __init__(self, ids: list[list[int]], labels: list[list[int]], left_out: int = 0) -> None:
+        self.ids = ids
+        self.labels = labels
+        self.left_out = left_out
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor(self.ids[index]), "labels": torch.tensor(self.labels[index])}
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.ids))
+
+
+def load_blocks(
+    sources: Sequence[str | Path], tokenizer: Any, length: int, *, longest: int | None = None, layout: Layout = "packed"
+) -> Blocks:
+    """The sequences of all sources in order, at most `length` tokens each; `longest` is what the model can read."""
+    if length < 2:
+        raise OtaroError(f"sequences of {length} tokens predict nothing: choose at least 2")
+    if longest is not None and length > longest:
+        raise OtaroError(f"sequences of {length} tokens are longer than the model's {longest} positions: choose fewer")
+    named = " and ".join(str(source) for source in sources)
+    examples = [example for source in sources for example in read_examples(source, tokenizer)]
+    tokens = [_tokens(example, tokenizer) for example in examples]
+    if sum(len(ids) for ids, _ in tokens) < 2:
+        raise OtaroError(f"{named} holds no text to tune on: give a file with some")
+    if layout == "packed":
+        return _pack(tokens, length, named)
+    return _one_each(tokens, length, named)
+
+
+def _pack(tokens: Iterable[tuple[list[int], list[int]]], length: int, named: str) -> Blocks:
+    ids = [token for example, _ in tokens for token in example]
+    labels = [label for _, example in tokens for label in example]
+    count = len(ids) // length
+    if count == 0:
+        raise OtaroError(
+            f"{named} holds {len(ids)} tokens, fewer than one sequence of {length}: give more text or "
+            "choose shorter sequences"
+        )
+    cut = [slice(start, start + length) for start in range(0, count * length, length)]
+    # A block without an answer in it would give no loss.
+    kept = [part for part in cut if any(label != IGNORED for label in labels[part][1:])]
+    return Blocks([ids[part] for part in kept], [labels[part] for part in kept], len(cut) - len(kept))
+
+
+def _one_each(tokens: Iterable[tuple[list[int], list[int]]], length: int, named: str) -> Blocks:
+    all_ids, all_labels, left_out = [], [], 0
+    for ids, labels in tokens:
+        # Text that is longer goes on in the next sequence; of a conversation the rest is cut off.
+        whole = IGNORED not in labels
+        for start in range(0, len(ids) if whole else 1, length):
+            part = slice(start, start + length)
+            if any(label != IGNORED for label in labels[part][1:]):
+                all_ids.append(ids[part])
+                all_labels.append(labels[part])
+            elif not whole:
+                left_out += 1
+    if not all_ids:
+        raise OtaroError(f"no answer in {named} lies within the first {length} tokens: choose longer sequences")
+    return Blocks(all_ids, all_labels, left_out)
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Puts sequences into a batch, shorter ones padded at the end; padding is neither read nor predicted."""
+
+    padding: int
+
+    def __call__(self, sequences: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        length = max(len(sequence["input_ids"]) for sequence in sequences)
+        shape = (len(sequences), length)
+        if all(len(sequence["input_ids"]) == length for sequence in sequences):
+            # Without a mask, attention takes its fastest way.
+            return {name: torch.stack([sequence[name] for sequence in sequences]) for name in ("input_ids", "labels")}
+        batch = {
+            "input_ids": torch.full(shape, self.padding),
+            "labels": torch.full(shape, IGNORED),
+            "attention_mask": torch.zeros(shape, dtype=torch.long),
+        }
+        for row, sequence in enumerate(sequences):
+            size = len(sequence["input_ids"])
+            batch["input_ids"][row, :size] = sequence["input_ids"]
+            batch["labels"][row, :size] = sequence["labels"]
+            batch["attention_mask"][row, :size] = 1
+        return batch
+
+
+def make_collator(tokenizer: Any) -> Collator:
+    """Pads with the tokenizer's padding token, or any other: padded positions are masked."""
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return Collator(0 if padding is None else int(padding))
+
+
+def read_examples(source: str | Path, tokenizer: Any) -> Iterator[Example]:
+    """The examples of one source."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix.lower() in JSONL_SUFFIXES:
+            for number, record in _read_jsonl(path):
+                yield make_example(record, tokenizer, f"{path}, line {number}")
+        else:
+            text = _read_text(path)
+            yield Example(((text + (tokenizer.eos_token or "") if text.strip() else "", True),))
+        return
+    for number, record in enumerate(_open_data_set(source, path), 1):
+        yield make_example(record, tokenizer, f"{source}, record {number}")
+
+
+def make_example(record: Any, tokenizer: Any, where: str) -> Example:
+    """A record as pieces of text; `where` names it in errors."""
+    if not isinstance(record, dict):
+        raise OtaroError(f"{where} is not a JSON object: each record is {FORMS}")
+    end = tokenizer.eos_token or ""
+    if record.get("messages") is not None:
+        return _conversation(record["messages"], tokenizer, where)
+    if record.get("instruction") is not None:
+        request, given, answer = (_string(record, name, where) for name in ("instruction", "input", "output"))
+        if not answer:
+            raise OtaroError(f"{where} has an instruction without an output: add the answer or take the record out")
+        if tokenizer.chat_template is None:
+            return Example(((alpaca_prompt(request, given), False), (answer + end, True)))
+        content = f"{request}\n\n{given}" if given else request
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        return _conversation(messages, tokenizer, where)
+    if record.get("text") is not None:
+        return Example(((_string(record, "text", where) + end, True),))
+    raise OtaroError(f"{where} has none of the fields text, instruction or messages: each record is {FORMS}")
+
+
+def alpaca_prompt(instruction: str, given: str) -> str:
+    """A request as the Alpaca models were trained on it, for models without a chat template."""
+    if given:
+        head = f"{ALPACA_HEAD}, paired with an input that provides further context."
+        request = f"### Instruction:\n{instruction}\n\n### Input:\n{given}"
+    else:
+        head, request = f"{ALPACA_HEAD}.", f"### Instruction:\n{instruction}"
+    return f"{head} Write a response that appropriately completes the request.\n\n{request}\n\n### Response:\n"
+
+
+def _conversation(messages: Any, tokenizer: Any, where: str) -> Example:
+    """What the template writes, the assistant's turns marked as learned."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise OtaroError(f"{where} has messages that are no list of objects with role and content")
+    if tokenizer.chat_template is None:
+        raise OtaroError(f"{where} is a conversation, but the model has no chat template: give text or instructions")
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise OtaroError(f"{where} is a conversation without an answer: one message must have the role assistant")
+
+    def write(count: int, ask: bool) -> str:
+        try:
+            text = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=ask)
+        except Exception as error:  # a template is a program that may refuse messages in any way
+            raise OtaroError(f"{where} does not fit the model's chat template: {error}") from error
+        return str(text)
+
+    pieces: list[tuple[str, bool]] = []
+    written = ""
+    for turn in turns:
+        asked, answered = write(turn, ask=True), write(turn + 1, ask=False)
+        if not asked.startswith(written) or not answered.startswith(asked):
+            # The template rewrites earlier turns once a later one is there: only the last answer is as it will be.
+            turn = turns[-1]
+            asked, answered = write(turn, ask=True), write(turn + 1, ask=False)
+            if not answered.startswith(asked):
+                raise OtaroError(f"{where}: the chat template does not end a prompt where the answer begins")
+            return Example(((asked, False), (answered[len(asked) :], True)))
+        pieces += [(asked[len(written) :], False), (answered[len(asked) :], True)]
+        written = answered
+    return Example(tuple(pieces))
+
+
+def _tokens(example: Example, tokenizer: Any) -> tuple[list[int], list[int]]:
+    ids: list[int] = []
+    labels: list[int] = []
+    for text, learned in example.pieces:
+        piece = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+        ids += piece
+        labels += piece if learned else [IGNORED] * len(piece)
+    return ids, labels
+
+
+def _string(record: dict[str, Any], name: str, where: str) -> str:
+    value = record.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise OtaroError(f"{where} has a field {name} that is no text")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OtaroError(f"{path} is not UTF-8 text: the byte at position {error.start} cannot be read") from error
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    text = _read_text(path)
+    if text.lstrip().startswith("["):
+        # Alpaca itself is published as one JSON array.
+        try:
+            records = json.loads(text)
+        except ValueError as error:
+            raise OtaroError(f"{path} is not readable JSON: {error}") from error
+        yield from enumerate(records, 1)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:
+                raise OtaroError(f"{path}, line {number} is not readable JSON: {error}") from error
+
+
+def _open_data_set(source: str | Path, path: Path) -> Iterable[Any]:
+    """The training records of a folder or hub data set; ``name:configuration`` chooses one of several."""
+    is_name = HUB_NAME.fullmatch(str(source)) is not None and path.suffix.lower() not in FILE_SUFFIXES
+    if not path.is_dir() and not is_name:
+        raise OtaroError(f"there is no file or folder {source}: check the name")
+    if find_spec("datasets") is None:
+        raise OtaroError(
+            f"{source} is not a file: folders and hub data sets need pip install 'otaro-llm[tune]', or give a file"
+        )
+    datasets: Any = importlib.import_module("datasets")
+    try:
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            data = datasets.load_from_disk(str(path))
+        else:
+            name, _, configuration = (str(path), "", "") if path.is_dir() else str(source).partition(":")
+            data = datasets.load_dataset(name, configuration or None)
+    except Exception as error:  # the library and the hub may fail in any way
+        raise OtaroError(f"{source} is no file here and could not be opened as a data set: {error}") from error
+    if isinstance(data, datasets.DatasetDict):
+        if "train" not in data:
+            raise OtaroError(f"the data set {source} has no split named train, only {', '.join(data)}")
+        data = data["train"]
+    records: Iterable[Any] = data
+    return records

@@ -1,0 +1,138 @@
+"""LAA, low-precision asynchronous accumulation: an optimizer that lets ultra-low widths wait.
+
+A batch at an ultra-low width does not update the weights; its gradient is added to a buffer. After N such batches the
+buffer is applied in one update and cleared. Other widths update as usual in between, with their own gradient alone.
+
+Decided here, where the paper is silent:
+
+- The buffer holds what the trainer would have stepped with, after its clipping: each batch is clipped, the sum is not.
+- A held batch changes nothing: no weight decay, no momentum, no second moment. The learning rate schedule counts every
+  batch, held or not, so that all methods see the same schedule over the same data.
+- `apply` is ``sum``, as printed in the paper, or ``mean``. Under Adam, which divides by the gradient's own size, a sum
+  and a mean give much the same step, but the sum leaves N² as much in the second moment, which shrinks the steps of
+  all other widths for as long as it remembers.
+- A buffer that is not full when training ends is dropped, as in the paper's algorithm.
+
+In a checkpoint the buffer lies beside the wrapped optimizer's own state of each parameter, and the count in its
+parameter groups: distributed checkpoints (FSDP) know these two places and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from otaro.precision import Precision
+
+Apply = Literal["sum", "mean"]
+APPLY: tuple[Apply, ...] = get_args(Apply)
+HELD, HELD_GRADIENT = "held", "held_gradient"
+
+
+class DelayedOptimizer(Optimizer):
+    """Any torch optimizer with LAA around it. Set :attr:`width` before each step to the width of its gradient.
+
+    A step forgets the width: one without it goes to the wrapped optimizer as it is.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, ultra_low: Iterable[Precision], delay: int = 10, apply: Apply = "sum"
+    ) -> None:
+        # The wrapped optimizer has the groups, the state and the hooks; the base class would make a second set of them.
+        self.optimizer = optimizer
+        self.ultra_low = frozenset(ultra_low)
+        self.delay = delay
+        self.apply = apply
+        self.width: Precision | None = None
+        self._buffer: dict[Tensor, Tensor] = {}
+        self._count(0)
+
+    @property
+    def held(self) -> int:
+        """How many gradients wait in the buffer."""
+        return int(self.param_groups[0][HELD])
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update, hold, or release what was held. Gradients are computed before: a closure is refused."""
+        if closure is not None:
+            raise ValueError("a delayed optimizer takes no closure: compute the gradients before the step")
+        width, self.width = self.width, None
+        if width not in self.ultra_low:
+            self.optimizer.step()
+            return
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                if parameter in self._buffer:
+                    self._buffer[parameter].add_(parameter.grad)
+                else:
+                    self._buffer[parameter] = parameter.grad.clone()
+        self._count(self.held + 1)
+        if self.held < self.delay:
+            return
+        for parameter, gradient in self._buffer.items():
+            parameter.grad = gradient.div_(self.delay) if self.apply == "mean" else gradient
+        self._buffer = {}
+        self._count(0)
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group({**param_group, HELD: self.held})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, with each parameter's part of the buffer in its state.
+
+        An empty part is there as zeros: a distributed checkpoint is read into the entries that the reader has.
+        """
+        inner = self.optimizer.state_dict()
+        state = {index: dict(entries) for index, entries in inner["state"].items()}
+        for index, parameter in enumerate(self._parameters()):
+            if parameter.requires_grad:
+                held = self._buffer.get(parameter)
+                gradient = torch.zeros_like(parameter, requires_grad=False) if held is None else held
+                state.setdefault(index, {})[HELD_GRADIENT] = gradient
+        return {**inner, "state": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Parameters are known by their position, or by name in a distributed checkpoint; the groups list them in order.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        state = {}
+        gradients = {}
+        for key, entries in state_dict["state"].items():
+            own = {name: value for name, value in entries.items() if name != HELD_GRADIENT}
+            if own:
+                state[key] = own
+            if HELD_GRADIENT in entries:
+                gradients[key] = entries[HELD_GRADIENT]
+        self.optimizer.load_state_dict({**state_dict, "state": state})
+        self._buffer = {}
+        if self.held:
+            for key, parameter in zip(keys, self._parameters(), strict=True):
+                if key in gradients:
+                    self._buffer[parameter] = gradients[key].to(parameter.device, copy=True)
+
+    def _count(self, held: int) -> None:
+        for group in self.param_groups:
+            group[HELD] = held
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]

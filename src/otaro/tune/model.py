@@ -1,0 +1,88 @@
+"""The model to be tuned: read from any source, given adapters if asked, written back as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.initialization import no_init_weights
+
+from otaro import convert
+from otaro.checkpoint.writer import new_folder
+from otaro.errors import OtaroError
+from otaro.precision import Precision
+from otaro.sefp import Format
+from otaro.sources import Source
+from otaro.sources.base import quiet
+
+
+def load_model(source: Source, progress: Callable[[str, int, int], None] | None = None) -> Any:
+    """The source's model in memory, in float32, whatever its files hold: small updates vanish in fewer bits."""
+    with quiet(), no_init_weights():
+        model = type(source.model)(source.model.config).float()
+    state = model.state_dict()
+    with torch.no_grad():
+        for number, spec in enumerate(source.tensors, 1):
+            state[spec.name].copy_(source.read(spec))
+            if progress is not None:
+                progress(f"reading {spec.name}", number, len(source.tensors))
+    model.tie_weights()
+    return model
+
+
+def add_adapters(
+    model: nn.Module, format: Format, floor: Precision, *, rank: int, alpha: float | None = None, dropout: float = 0.0
+) -> Any:
+    """The model with LoRA adapters on its linear layers, through PEFT; only they are trained.
+
+    The base is simulated first, so the adapters learn beside the weights as each width has them.
+    """
+    if find_spec("peft") is None:
+        raise OtaroError("LoRA needs PEFT: install it with pip install 'otaro-llm[tune]'")
+    if rank < 1:
+        raise OtaroError(f"adapters of rank {rank} have no weights: choose 1 or more")
+    peft: Any = importlib.import_module("peft")
+    convert.simulate(model, format, floor)
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with quiet():
+        return peft.get_peft_model(model, config)
+
+
+def merge_adapters(model: Any) -> Any:
+    """The base model with its adapters added into the weights."""
+    with quiet():
+        return model.merge_and_unload()
+
+
+def save_model(
+    model: Any, source: Source, out: Path, extras: list[Path], state: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write a Hugging Face folder with float32 weights and the source's tokenizer; it appears when it is whole.
+
+    `state` are the weights where the model itself holds only shards of them.
+    """
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    with new_folder(out, size) as partial:
+        with quiet():
+            model.save_pretrained(partial, state_dict=state)
+        config = dict(sorted({**source.config, "dtype": "float32"}.items()))
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for path in partial.glob("*.safetensors"):
+            # Written readable by their owner alone; they are no more secret than the rest.
+            path.chmod((partial / "config.json").stat().st_mode)
+        source.save_extras(partial)
+        for path in extras:
+            shutil.copyfile(path, partial / path.name)

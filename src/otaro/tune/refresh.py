@@ -1,0 +1,74 @@
+"""Making the values of all weights at once, at the start of an update, where a GPU can do it in one launch.
+
+One launch per layer and operation would cost more than the arithmetic of a small model. The values are written into
+buffers of the type the model computes in, which are kept from update to update: layers find them in `values`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from otaro import ops
+from otaro.nn import FakeSefpEmbedding, FakeSefpLinear
+from otaro.precision import Precision
+from otaro.sefp import Format
+
+
+class Refresher:
+    """Fills the `values` of a model's simulated linear layers and embeddings; call it when width or weights changed.
+
+    On a CPU, at full precision, for ``nearest`` (which a packed model rounds twice) and for sharded weights it leaves
+    the layers to quantise for themselves, when they are used. `dtype` is what the model computes in.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+        kinds = (FakeSefpLinear, FakeSefpEmbedding)
+        self._layers = [module for module in model.modules() if isinstance(module, kinds)]
+        self._dtype = dtype
+        self._batches: dict[tuple[object, ...], object] = {}
+
+    def __call__(self) -> None:
+        self.clear()
+        groups: dict[tuple[Precision, Format, torch.dtype], dict[int, list[FakeSefpLinear | FakeSefpEmbedding]]] = {}
+        for layer in self._layers:
+            width = self._width(layer)
+            if width is not None:
+                shared = groups.setdefault((width, layer.format, layer.weight.dtype), {})
+                shared.setdefault(layer.weight.data_ptr(), []).append(layer)
+        for (width, format, dtype), shared in groups.items():
+            self._fill(list(shared.values()), width, format, dtype)
+
+    def clear(self) -> None:
+        """Let the layers quantise for themselves again."""
+        for layer in self._layers:
+            layer.values = None
+
+    def _width(self, layer: FakeSefpLinear | FakeSefpEmbedding) -> Precision | None:
+        weight = layer.weight
+        if weight.device.type != "cuda" or type(weight) is not nn.Parameter or not weight.is_contiguous():
+            return None
+        if layer.format.scheme == "nearest" or ops.quantize_backend(weight.device).__name__ != "otaro.ops.gpu":
+            return None
+        return layer.width
+
+    def _fill(
+        self,
+        shared: list[list[FakeSefpLinear | FakeSefpEmbedding]],
+        width: Precision,
+        format: Format,
+        dtype: torch.dtype,
+    ) -> None:
+        from otaro.ops import gpu
+
+        weights = [layers[0].weight.detach() for layers in shared]
+        key = (format, *(weight.data_ptr() for weight in weights))
+        batch = self._batches.get(key)
+        if not isinstance(batch, gpu.Batch):
+            results = [torch.empty_like(weight, dtype=self._dtype or dtype) for weight in weights]
+            batch = gpu.prepare(weights, results, format.group_size)
+            self._batches[key] = batch
+        gpu.run(batch, width, format)
+        for layers, values in zip(shared, batch.results, strict=True):
+            for layer in layers:
+                layer.values = values

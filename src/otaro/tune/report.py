@@ -1,0 +1,89 @@
+"""What a run did to the model: perplexity at every width before and after, the path over time, the loss per width."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from torch import Tensor
+
+from otaro.evaluate.perplexity import perplexity
+from otaro.precision import Precision
+from otaro.tune.callbacks import Progress
+from otaro.tune.trainer import OtaroTrainer
+
+Perplexities = dict[str, float]
+
+
+def measure(
+    trainer: OtaroTrainer, tokens: Tensor, widths: Sequence[Precision], window: int, progress: Progress | None
+) -> Perplexities:
+    """Perplexity of the model as it is now, at each width."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    was_training = model.training
+    model.eval()
+    result = {}
+    for width in widths:
+        with trainer.at_width(width):
+            measured = perplexity(model, tokens, window=window, progress=progress, description=f"perplexity at {width}")
+        result[str(width)] = measured.perplexity
+    model.train(was_training)
+    return result
+
+
+def table(before: Perplexities, after: Perplexities, log: Sequence[dict[str, Any]]) -> Table:
+    """One row per width: perplexity before and after, how often the path took it, its last loss."""
+    measured = bool(after)
+    result = Table("precision")
+    for name in ("before", "after") if measured else ():
+        result.add_column(f"perplexity {name}", justify="right")
+    result.add_column("batches", justify="right")
+    result.add_column("last loss", justify="right")
+    names = [str(width) for width in Precision if str(width) in after or any(e["width"] == str(width) for e in log)]
+    if any(entry["width"] == "full" for entry in log):
+        names.append("full")
+    for name in names:
+        losses = [entry["loss"] for entry in log if entry["width"] == name]
+        figures = [_figure(values.get(name)) for values in (before, after)] if measured else []
+        result.add_row(name, *figures, str(len(losses)), f"{losses[-1]:.3f}" if losses else "")
+    return result
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if value < 1e5 else f"{value:.3g}"
+
+
+def finite(values: Perplexities) -> dict[str, float | None]:
+    """For JSON, which has no infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def write_plot(log: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Draw the path over time and the loss per width; False where matplotlib is not installed."""
+    if find_spec("matplotlib") is None or not log:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    widths, losses = figure.subplots(2, 1, sharex=True)
+    names = [*(str(width) for width in reversed(Precision)), "full"]
+    names = [name for name in names if any(entry["width"] == name for entry in log)]
+    for row, name in enumerate(names):
+        entries = [entry for entry in log if entry["width"] == name]
+        steps = [entry["step"] for entry in entries]
+        widths.plot(steps, [row] * len(steps), "|", markersize=9, color=f"C{row}")
+        losses.plot(steps, [entry["loss"] for entry in entries], linewidth=1, color=f"C{row}", label=name)
+    widths.set_yticks(range(len(names)), names)
+    widths.set_ylabel("width of the update")
+    losses.set_ylabel("loss")
+    losses.set_xlabel("update")
+    losses.legend(ncols=len(names), fontsize="small")
+    losses.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    return True

@@ -1,0 +1,71 @@
+"""Going on from a checkpoint: which one is whole, and whether it belongs to this run.
+
+The Trainer writes a checkpoint's trainer_state.json last, so a folder where that file can be read is complete; one that
+was being written when the process was killed is not, and is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from otaro.errors import OtaroError
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+STATE = "trainer_state.json"
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoint folders of a run by their step, complete or not."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = CHECKPOINT.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            found[int(match[1])] = path
+    return found
+
+
+def read_state(checkpoint: Path) -> dict[str, Any] | None:
+    """The content of trainer_state.json; None where the checkpoint is not complete."""
+    try:
+        content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and "global_step" in content else None
+
+
+def last_complete(folder: Path) -> Path | None:
+    """The latest checkpoint that can be resumed from."""
+    for _, path in sorted(checkpoints(folder).items(), reverse=True):
+        if read_state(path) is not None:
+            return path
+    return None
+
+
+def drop_later(folder: Path, checkpoint: Path) -> None:
+    """Delete checkpoints beyond the one resumed from: the run will come by their steps again."""
+    found = checkpoints(folder)
+    start = next((step for step, path in found.items() if path.resolve() == checkpoint.resolve()), None)
+    for step, path in found.items():
+        if start is not None and step > start:
+            shutil.rmtree(path)
+
+
+def check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another model, method or recipe."""
+    state = read_state(checkpoint)
+    if state is None:
+        raise OtaroError(f"{checkpoint} is not a complete checkpoint: resume from an earlier one")
+    try:
+        saved = state["stateful_callbacks"]["PathCallback"]["attributes"]["settings"]
+    except (KeyError, TypeError) as error:
+        raise OtaroError(f"{checkpoint} was not written by otaro tune: it holds no path to go on from") from error
+    for name, value in settings.items():
+        if saved.get(name) != value:
+            raise OtaroError(
+                f"{checkpoint} is of a run with {name} {saved.get(name)}, not {value}: "
+                "resume with the settings the run was begun with, or start a new one"
+            )

@@ -1,0 +1,246 @@
+"""The loop: transformers' Trainer with a width for every update.
+
+What this adds to the Trainer is little. The model's layers are simulated ones (see `otaro.nn`): a width set on them
+before an update makes that update's batches compute with the weights that width would have when packed. The path says
+which width; the loss it gave goes back to the path. For the method ``otaro`` the optimizer lets ultra-low widths wait.
+All of it is in the checkpoint: the path in trainer_state.json, held gradients in the optimizer's state.
+
+With several processes the loss of an update is reduced over all of them before the path sees it, so every process
+chooses the same width without being told.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import EvalLoopOutput
+
+from otaro import convert
+from otaro.errors import OtaroError
+from otaro.nn import FakeSefp
+from otaro.precision import Precision
+from otaro.sources.base import quiet
+from otaro.tune import resume
+from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_signature, settings
+from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
+from otaro.tune.delay import Apply, DelayedOptimizer
+from otaro.tune.refresh import Refresher
+
+# How torch's allocators say that memory ran out where they raise no error class of their own.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or any(text in str(error).lower() for text in OUT_OF_MEMORY)
+
+
+class OtaroTrainer(Trainer):  # type: ignore[misc]
+    """Tunes a causal language model at many widths. Takes what `Trainer` takes; `args` are :class:`TuneArguments`.
+
+    The model is changed in place: its layers become simulated ones, its parameters stay ordinary ones under their own
+    names, so it saves and loads as before. For LoRA call :func:`otaro.convert.simulate` before PEFT wraps the model.
+    `progress` is called after each update in place of the Trainer's own progress bar.
+    """
+
+    args: TuneArguments
+    optimizer: torch.optim.Optimizer | None
+
+    def __init__(
+        self, model: nn.Module, args: TuneArguments, *, progress: Progress | None = None, **options: Any
+    ) -> None:
+        self.path = args.make_path()
+        self.delayed: DelayedOptimizer | None = None
+        self.interrupted = False
+        """Whether the run was asked to stop (Ctrl-C) and did so with a checkpoint."""
+        self._asked_to_stop = False
+        self._update_loss: Tensor | None = None
+        if not any(isinstance(module, FakeSefp) for module in model.modules()):
+            convert.simulate(model, args.format, args.floor)
+        self._layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
+        if not self._layers:
+            raise OtaroError(f"{type(model).__name__} has no layer that SEFP could hold: there is nothing to tune for")
+        for layer in self._layers:
+            if layer.format != args.format:
+                raise OtaroError(
+                    f"the model simulates {layer.format}, the run is set to {args.format}: make them agree"
+                )
+        self._refresh = Refresher(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
+        # Taken now: sharding changes the classes of modules.
+        self.signature = model_signature(model)
+        computed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        self._refresh = Refresher(model, computed)
+        super().__init__(model=model, args=args, **options)
+        if self.is_deepspeed_enabled:
+            raise OtaroError(DEEPSPEED_REFUSED)
+        self.path_callback = PathCallback(self)
+        self.add_callback(self.path_callback)
+        if progress is not None:
+            self.remove_callback(PrinterCallback)
+            self.remove_callback(ProgressCallback)
+            self.add_callback(ProgressLine(self, self.path_callback, progress))
+
+    def set_width(self, width: Precision | None) -> None:
+        """Compute at a width from now on; None is full precision."""
+        for layer in self._layers:
+            layer.precision = width
+        self._refresh()
+
+    @contextmanager
+    def at_width(self, width: Precision | None) -> Iterator[None]:
+        before = self._layers[0].precision
+        self.set_width(width)
+        try:
+            yield
+        finally:
+            self.set_width(before)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        created = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if self.args.method == "otaro":
+            if created:
+                apply = cast(Apply, self.args.delay_apply)
+                optimizer = DelayedOptimizer(optimizer, self.args.ultra_low_widths, self.args.delay, apply)
+                self.optimizer = optimizer
+            elif self.delayed is None:
+                raise OtaroError("the method otaro wraps the optimizer itself: set `optim`, do not pass `optimizers`")
+            if isinstance(optimizer, DelayedOptimizer):
+                self.delayed = optimizer
+        return optimizer
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """The Trainer's, adding up the loss: each micro-batch returns its share of the update's."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._update_loss = loss.clone() if self._update_loss is None else self._update_loss + loss
+        return loss
+
+    def take_update_loss(self) -> tuple[float, bool]:
+        """The loss of the update over all processes, and whether one of them was asked to stop."""
+        assert self._update_loss is not None
+        loss = self._update_loss.float()
+        asked = torch.full_like(loss, float(self._asked_to_stop))
+        self._update_loss = None
+        reduced = self.accelerator.reduce(torch.stack([loss, asked]), "mean")
+        value, stop = reduced.tolist()
+        self.interrupted = stop > 0
+        return value, self.interrupted
+
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
+        """Train, or go on: from a checkpoint, or with True from the last complete one in `output_dir`.
+
+        Ctrl-C ends the update under way, writes a checkpoint and returns with :attr:`interrupted` set; a second one
+        stops at once.
+        """
+        checkpoint = self._checkpoint(resume_from_checkpoint)
+        if checkpoint is not None:
+            resume.check_settings(checkpoint, settings(self))
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                resume.drop_later(Path(self.args.output_dir), checkpoint)
+        self.interrupted = self._asked_to_stop = False
+        self._update_loss = None
+        try:
+            with self._stop_on_interrupt():
+                return super().train(None if checkpoint is None else str(checkpoint), **options)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OtaroError(
+                f"memory ran out in training at batches of {self.args.per_device_train_batch_size}: lower the batch "
+                "size (gradient accumulation makes up for it) or the sequence length, turn on gradient checkpointing "
+                "or bf16, or train adapters with LoRA"
+            ) from error
+        finally:
+            self.set_width(None)
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> EvalLoopOutput:
+        """Evaluate at every width: the loss is the mean over them, and each one's own is beside it."""
+        prefix = options.get("metric_key_prefix", "eval")
+        outputs: dict[str, EvalLoopOutput] = {}
+        widths: list[Precision | None] = [*self.path.widths] or [None]
+        for width in widths:
+            with self.at_width(width):
+                outputs[str(width)] = super().evaluation_loop(*args, **options)
+        last = next(reversed(outputs.values()))
+        if len(outputs) == 1 or f"{prefix}_loss" not in last.metrics:
+            return last
+        losses = {f"{prefix}_loss_{name}": output.metrics[f"{prefix}_loss"] for name, output in outputs.items()}
+        mean = sum(losses.values()) / len(losses)
+        return last._replace(metrics={**last.metrics, **losses, f"{prefix}_loss": mean})
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """The Trainer's, with the latest loss of every width beside the loss, for TensorBoard and the others."""
+        if "loss" in logs:
+            logs = {**logs, **{f"loss_{width}": loss for width, loss in self.path.losses.items()}}
+        super().log(logs, *args, **options)
+
+    def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
+        if asked is None or asked is False:
+            return None
+        if asked is not True:
+            return Path(asked)
+        found = resume.last_complete(Path(self.args.output_dir))
+        if found is None:
+            raise OtaroError(f"{self.args.output_dir} holds no complete checkpoint to resume from: start a new run")
+        return found
+
+    def _load_callback_state(self) -> None:
+        """Other callbacks' counters, such as early stopping's patience; the path's own is read when training begins."""
+        for callback in self.callback_handler.callbacks:
+            saved = self.state.stateful_callbacks.get(type(callback).__name__)
+            if isinstance(callback, ExportableState) and callback is not self.path_callback and isinstance(saved, dict):
+                for name, value in saved["attributes"].items():
+                    setattr(callback, name, value)
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        with quiet():
+            super()._save_checkpoint(*args, **options)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        # By default fused experts are saved as the original files have them, one by one; the Trainer would not find
+        # them again and go on with the weights it happens to hold.
+        is_checkpoint = output_dir is not None and resume.CHECKPOINT.fullmatch(Path(output_dir).name) is not None
+        if is_checkpoint and isinstance(self.model, PreTrainedModel):
+            self.model.save_pretrained(output_dir, state_dict=state_dict, save_original_format=False)
+        else:
+            super()._save(output_dir, state_dict)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        missing = set(load_result.missing_keys) - set(getattr(self.model, "all_tied_weights_keys", {}))
+        if missing or load_result.unexpected_keys:
+            name = sorted([*missing, *load_result.unexpected_keys])[0]
+            raise OtaroError(f"the checkpoint and the model differ in the tensor {name}: resume with the same model")
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # The state that marks a checkpoint as complete is written next, by one process: all must have come so far.
+        self.accelerator.wait_for_everyone()
+
+    @contextmanager
+    def _stop_on_interrupt(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are the main thread's
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self._asked_to_stop:
+                raise KeyboardInterrupt
+            self._asked_to_stop = True
+
+        signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)

@@ -1,0 +1,193 @@
+"""``otaro tune`` from the command line to the folder it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from architectures import random_model
+from conftest import byte_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import otaro
+from otaro.errors import OtaroError
+from otaro.precision import Precision
+from otaro.sources import open_source
+from otaro.tune.command import tune
+from otaro.tune.model import load_model
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind it at all. " * 12
+
+
+def command(*arguments: object) -> int:
+    app = typer.Typer()
+    app.command()(tune)
+    code = typer.main.get_command(app).main([str(argument) for argument in arguments], standalone_mode=False)
+    return int(code or 0)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def short(book: Path, steps: int = 14) -> tuple[Any, ...]:
+    return ("--data", book, "--steps", steps, "--batch-size", 2, "--sequence-length", 32, "--cpu")
+
+
+def test_from_a_folder_to_a_folder(
+    tiny_llama: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tuned"
+    more = ("--eval-text", book, "--eval-windows", 4, "--learning-rate", 1e-3, "--delay", 2)
+    assert command(tiny_llama, out, *short(book, 40), *more) == 0
+    figures = json.loads((out / "tune.json").read_text())
+    assert figures["updates"] == 40
+    for width in map(str, Precision):
+        assert figures["perplexity_after"][width] < 0.8 * figures["perplexity_before"][width]
+    assert len((out / "tune.jsonl").read_text().splitlines()) == 40
+    printed = capsys.readouterr().out
+    assert "E5M3" in printed
+    assert "perplexity after" in printed
+    assert not (tmp_path / "tuned.tuning").exists()
+
+    original, tuned = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tiny_llama, out))
+    assert original.keys() == tuned.keys()
+    assert all(not torch.equal(original[name], tuned[name]) for name in original)
+    assert AutoTokenizer.from_pretrained(out)("abc")["input_ids"] == byte_tokenizer()("abc")["input_ids"]
+    before, after = (json.loads((path / "config.json").read_text()) for path in (tiny_llama, out))
+    assert before == after
+
+
+def test_what_was_measured_is_what_is_packed(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
+    from otaro.evaluate.perplexity import perplexity_at_widths, text_tokens
+
+    out = tmp_path / "tuned"
+    command(tiny_llama, out, *short(book), "--eval-text", book, "--eval-windows", 3, "--scheme", "nearest")
+    otaro.pack(out, tmp_path / "packed", format=otaro.Format("nearest"))
+    tokens = text_tokens(byte_tokenizer(), TEXT)[: 3 * 32]
+    measured = perplexity_at_widths(otaro.load(tmp_path / "packed"), tokens, list(Precision), window=32)
+    figures = json.loads((out / "tune.json").read_text())["perplexity_after"]
+    for width in measured:
+        assert figures[str(width.precision)] == pytest.approx(width.result.perplexity, rel=1e-5)
+
+
+def test_a_stopped_run_goes_on(tiny_llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from otaro.tune.callbacks import PathCallback
+
+    out, work, whole = tmp_path / "tuned", tmp_path / "tuned.tuning", tmp_path / "whole"
+    line = (*short(book), "--save-steps", 4)
+    original = PathCallback.on_step_begin
+
+    def ask(self: PathCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        original(self, args, state, control, **kwargs)
+        self.trainer._asked_to_stop = state.global_step == 5
+
+    monkeypatch.setattr(PathCallback, "on_step_begin", ask)
+    assert command(tiny_llama, out, *line) == 130
+    monkeypatch.undo()
+    assert not out.exists()
+    assert (work / "checkpoint-6").is_dir()
+    with pytest.raises(OtaroError, match="was not finished: add --resume"):
+        command(tiny_llama, out, *line)
+    with pytest.raises(OtaroError, match="with method otaro, not bps"):
+        command(tiny_llama, out, *line, "--resume", "--method", "bps")
+    assert command(tiny_llama, out, *line, "--resume") == 0
+    assert command(tiny_llama, whole, *line) == 0
+    for name in ("model.safetensors", "tune.jsonl", "tune.json"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-tied", "gemma3", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_source_becomes_the_model_it_describes(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    random_model(architecture, dtype).save_pretrained(tmp_path / "model")
+    with open_source(tmp_path / "model") as source:
+        loaded = load_model(source)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for (name, value), (other, wanted) in zip(loaded.named_buffers(), expected.named_buffers(), strict=True):
+        assert name == other
+        assert torch.equal(value, wanted)
+    state = expected.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, expected.eval()(ids).logits)
+
+
+def test_a_mixture_of_experts_is_tuned_and_written(book: Path, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    model = random_model("qwen3-moe")
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path / "moe")
+    tokenizer.save_pretrained(tmp_path / "moe")
+    assert command(tmp_path / "moe", tmp_path / "tuned", *short(book)) == 0
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").state_dict()
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").state_dict()
+    assert all(not torch.equal(original[name], tuned[name]) for name in original)
+
+
+def test_adapters_are_trained_and_merged(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    out = tmp_path / "tuned"
+    more = ("--lora", 4, "--learning-rate", 1e-2, "--eval-text", book, "--eval-windows", 3)
+    assert command(tiny_llama, out, *short(book, 30), *more) == 0
+    original, tuned = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tiny_llama, out))
+    assert original.keys() == tuned.keys()
+    changed = {name for name in original if not torch.equal(original[name], tuned[name])}
+    assert changed == {name for name in original if "proj" in name}
+    figures = json.loads((out / "tune.json").read_text())
+    assert all(figures["perplexity_after"][str(w)] < figures["perplexity_before"][str(w)] for w in Precision)
+
+
+def test_lora_without_peft(tiny_llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otaro.tune.model.find_spec", lambda name: None)
+    with pytest.raises(OtaroError, match=r"otaro-llm\[tune\]"):
+        command(tiny_llama, tmp_path / "tuned", *short(book), "--lora", 4)
+
+
+def test_a_plot_is_drawn(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command(tiny_llama, tmp_path / "tuned", *short(book))
+    assert (tmp_path / "tuned" / "tune.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--method", "best"), "unknown method"),
+        (("--recipe", "best"), "unknown recipe"),
+        (("--sequence-length", 500), "longer than the model's 128 positions"),
+        (("--resume",), "no checkpoint in"),
+        (("--data", "missing.txt"), "there is no file or folder missing.txt"),
+    ],
+)
+def test_what_cannot_be_run(
+    arguments: tuple[Any, ...], message: str, tiny_llama: Path, book: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(OtaroError, match=message):
+        command(tiny_llama, tmp_path / "tuned", *short(book), *arguments)
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_places_that_cannot_be_written(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
+    with pytest.raises(OtaroError, match="exists already"):
+        command(tiny_llama, tmp_path, *short(book))
+    with pytest.raises(OtaroError, match="not a folder"):
+        command(tiny_llama, tmp_path / "a" / "b", *short(book))
+
+
+def test_a_model_without_a_tokenizer(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(tiny_llama, folder)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(OtaroError, match="bare has no tokenizer"):
+        command(folder, tmp_path / "tuned", *short(book))

@@ -1,0 +1,83 @@
+"""Several processes: they choose the same widths and end with the weights of one process with all the data."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tuning import trainer
+
+import otaro.tune
+from otaro.tune.callbacks import LOG_NAME, read_log
+
+HERE = Path(__file__).parent
+CONFIGS = Path(otaro.tune.__file__).parent / "accelerate"
+SETTINGS: dict[str, Any] = {"max_steps": 18, "optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 1.0}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def two_processes(program: str, *arguments: object) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    command = [*launcher, str(HERE / program), *map(str, arguments)]
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def check_equal(folder: Path, whole: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Gradients are averages of two averages: the same sums in another order, so float32 rounding apart.
+
+    Adam can turn a rounding error in a gradient close to zero into a part of a whole step, on single weights; the
+    tolerance is one percent of the way that a weight can go in 18 steps of 1e-3.
+    """
+    first, second = read_log(folder / LOG_NAME), read_log(whole / LOG_NAME)
+    assert [line["width"] for line in first] == [line["width"] for line in second]
+    assert [line["held"] for line in first] == [line["held"] for line in second]
+    assert [line["loss"] for line in first] == pytest.approx([line["loss"] for line in second], rel=1e-5)
+    found = torch.load(folder / "weights.pt", weights_only=True)
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1.8e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
+    options = json.dumps({**SETTINGS, "per_device_train_batch_size": 2})
+    two_processes("tuning.py", tmp_path / "two", options, "", "")
+    whole = trainer(tmp_path / "one", **{**SETTINGS, "per_device_train_batch_size": 4})
+    whole.train()
+    check_equal(tmp_path / "two", tmp_path / "one", whole.model.state_dict())
+
+
+@pytest.mark.slow
+def test_sharded_weights_hold_gradients_back_and_resume(tmp_path: Path) -> None:
+    from tuning_sharded import plain
+
+    two_processes("tuning_sharded.py", tmp_path)
+    found = torch.load(tmp_path / "weights.pt", weights_only=True)
+    expected = plain()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # Ten steps of 1e-3 at most; the order of the sums differs, as above.
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name, kind", [("ddp.yaml", "MULTI_GPU"), ("fsdp2.yaml", "FSDP")])
+def test_the_shipped_configs_are_accelerates(name: str, kind: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(CONFIGS / name))
+    assert config.distributed_type == kind
+    content = yaml.safe_load((CONFIGS / name).read_text())
+    assert content.get("fsdp_config", {}).get("fsdp_version", 2) == 2

@@ -1,0 +1,155 @@
+"""Killed at any moment and resumed, a run ends with the weights, the path and the log of one that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tuning import trainer
+
+from otaro.errors import OtaroError
+from otaro.tune import resume
+from otaro.tune.callbacks import LOG_NAME
+
+PROGRAM = Path(__file__).parent / "tuning.py"
+ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "max_steps": 22}
+
+
+def train_in_a_process(folder: Path, options: dict[str, Any], kill: str = "", resume_: str = "") -> int:
+    command = [sys.executable, str(PROGRAM), str(folder), json.dumps(options), kill, resume_]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.run(command, check=False, env=environment, timeout=300).returncode
+
+
+def outcome(folder: Path, weights: dict[str, torch.Tensor], path: dict[str, Any]) -> tuple[Any, ...]:
+    return {name: value.clone() for name, value in weights.items()}, path, (folder / LOG_NAME).read_bytes()
+
+
+def check_same(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
+    assert first[1:] == second[1:]
+    assert first[0].keys() == second[0].keys()
+    assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
+
+
+def whole(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
+    run = trainer(folder, **options)
+    run.train()
+    return outcome(folder, run.model.state_dict(), run.path.state_dict())
+
+
+def resumed(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
+    run = trainer(folder, **options)
+    run.train(resume_from_checkpoint=True)
+    return outcome(folder, run.model.state_dict(), run.path.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kill, checkpoint, options",
+    [
+        ("13:SIGKILL", 10, {**ADAM, "method": "otaro"}),
+        ("9:SIGKILL", 5, {"method": "uniform"}),
+        ("save:SIGKILL", 5, {**ADAM, "method": "otaro", "save_total_limit": 1, "gradient_accumulation_steps": 2}),
+    ],
+)
+def test_killed_and_resumed(kill: str, checkpoint: int, options: dict[str, Any], tmp_path: Path) -> None:
+    options = {**SAVING, **options}
+    assert train_in_a_process(tmp_path / "killed", options, kill) == -9
+    found = resume.last_complete(tmp_path / "killed")
+    assert found is not None
+    assert found.name == f"checkpoint-{checkpoint}"
+    check_same(resumed(tmp_path / "killed", options), whole(tmp_path / "whole", options))
+
+
+@pytest.mark.slow
+def test_interrupted_and_resumed(tmp_path: Path) -> None:
+    options = {**SAVING, **ADAM, "save_steps": 500}
+    assert train_in_a_process(tmp_path / "stopped", options, "8:SIGINT") == 0
+    assert (tmp_path / "stopped" / "interrupted").read_text() == "True"
+    found = resume.last_complete(tmp_path / "stopped")
+    assert found is not None
+    assert found.name == "checkpoint-9"
+    check_same(resumed(tmp_path / "stopped", options), whole(tmp_path / "whole", options))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-moe", "gpt-oss", "llama-tied"])
+def test_fused_experts_and_tied_weights_resume(architecture: str, tmp_path: Path) -> None:
+    options = {**SAVING, **ADAM, "architecture": architecture}
+    expected = whole(tmp_path, options)
+    for step in (15, 20, 22):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)
+    check_same(resumed(tmp_path, options), expected)
+
+
+def test_adapters_resume(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from architectures import random_model
+    from tuning import Blocks, arguments
+
+    from otaro.tune.model import add_adapters
+    from otaro.tune.trainer import OtaroTrainer
+
+    def run(go_on: bool) -> tuple[Any, ...]:
+        args = arguments(tmp_path, **SAVING, **{**ADAM, "learning_rate": 1e-2})
+        torch.manual_seed(0)
+        model = add_adapters(random_model("llama"), args.format, args.floor, rank=4, dropout=0.1)
+        trainer_ = OtaroTrainer(model, args, train_dataset=Blocks())
+        trainer_.train(resume_from_checkpoint=go_on)
+        return outcome(tmp_path, trainer_.model.state_dict(), trainer_.path.state_dict())
+
+    expected = run(go_on=False)
+    for step in (15, 20, 22):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)
+    check_same(run(go_on=True), expected)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    trainer(folder, **{**SAVING, "max_steps": 11}).train()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"method": "bps"}, "with method otaro, not bps"),
+        ({"learning_rate": 0.5}, "with learning_rate 0.05, not 0.5"),
+        ({"scheme": "nearest"}, "with scheme nested, not nearest"),
+        ({"architecture": "qwen2"}, "with model LlamaForCausalLM with .* weights"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(options: dict[str, Any], message: str, checkpoint: Path) -> None:
+    run = trainer(checkpoint, **{**SAVING, "max_steps": 11, **options})
+    with pytest.raises(OtaroError, match=message):
+        run.train(resume_from_checkpoint=True)
+
+
+def test_an_incomplete_checkpoint_is_passed_over(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(checkpoint, folder)
+    latest, earlier = folder / "checkpoint-10", folder / "checkpoint-5"
+    shutil.rmtree(folder / "checkpoint-11", ignore_errors=True)
+    assert resume.last_complete(folder) == latest
+    (latest / resume.STATE).write_text('{"global_step": 10, "st')
+    assert resume.last_complete(folder) == earlier
+    with pytest.raises(OtaroError, match="not a complete checkpoint"):
+        resume.check_settings(latest, {})
+    shutil.rmtree(earlier)
+    with pytest.raises(OtaroError, match="no complete checkpoint"):
+        trainer(folder, **SAVING).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / resume.STATE).write_text('{"global_step": 3, "stateful_callbacks": {}}')
+    with pytest.raises(OtaroError, match="not written by otaro tune"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)

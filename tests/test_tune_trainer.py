@@ -1,0 +1,300 @@
+"""The loop against one written by hand, its invariants, and what stops it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import random_model
+from torch.nn import functional
+from transformers import EarlyStoppingCallback
+from tuning import Blocks, arguments, trainer
+
+from otaro import convert
+from otaro.errors import FormatError, OtaroError, PrecisionError
+from otaro.nn import FakeSefp
+from otaro.precision import Precision
+from otaro.tune import config
+from otaro.tune.callbacks import LOG_NAME, cut_log, read_log
+from otaro.tune.trainer import OtaroTrainer
+
+M4, M3 = Precision.E5M4, Precision.E5M3
+
+
+def weights(run: OtaroTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def algorithm_1(args: Any, delayed: bool) -> tuple[list[Precision], dict[str, torch.Tensor]]:
+    """The paper's Algorithm 1, line by line, in plain torch."""
+    model = random_model("llama").train()
+    convert.simulate(model, args.format, args.floor)
+    layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
+    blocks = Blocks().ids
+    batches = [blocks[start : start + 2] for start in range(0, len(blocks), 2)]
+    parameters = list(model.parameters())
+    count: dict[Precision, int] = {}
+    latest: dict[Precision, float] = {}
+    chosen = []
+    held: list[torch.Tensor] = []
+    i = 0
+    for t in range(1, args.max_steps + 1):
+        best, best_score = Precision.E5M8, -math.inf
+        for b in (Precision(f"E5M{m}") for m in (8, 7, 6, 5, 4, 3)):
+            if b not in count:
+                best = b
+                break
+            score = 5.0 * math.sqrt(math.log(t) / count[b]) - latest[b]
+            if score > best_score:
+                best, best_score = b, score
+        chosen.append(best)
+        for layer in layers:
+            layer.precision = best
+        ids = batches[(t - 1) % len(batches)]
+        logits = model(input_ids=ids).logits
+        targets = functional.pad(ids, (0, 1), value=-100)[:, 1:].reshape(-1)
+        loss = functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets, reduction="sum")
+        loss = loss / (ids.shape[0] * (ids.shape[1] - 1))
+        gradients = torch.autograd.grad(loss, parameters)
+        count[best] = count.get(best, 0) + 1
+        latest[best] = float(loss.detach())
+        with torch.no_grad():
+            update: list[torch.Tensor] | None = list(gradients)
+            if delayed and best in (M4, M3):
+                held = list(gradients) if i == 0 else [old + new for old, new in zip(held, gradients, strict=True)]
+                i += 1
+                update = held if i == args.delay else None
+                i %= args.delay
+            if update is not None:
+                for parameter, gradient in zip(parameters, update, strict=True):
+                    parameter.sub_(gradient * args.learning_rate)
+    return chosen, dict(model.state_dict())
+
+
+@pytest.mark.parametrize("method", ["otaro", "bps"])
+@pytest.mark.parametrize("scheme", ["nested", "nearest"])
+def test_algorithm_1_bit_for_bit(method: str, scheme: str, tmp_path: Path) -> None:
+    # A learning rate that is a power of two: SGD may fuse the product and the subtraction, which then round alike.
+    options: dict[str, Any] = {"train_sampling_strategy": "sequential", "learning_rate": 0.0625, "scheme": scheme}
+    run = trainer(tmp_path, method=method, max_steps=40, **options)
+    run.train()
+    chosen, expected = algorithm_1(run.args, delayed=method == "otaro")
+    assert [line["width"] for line in read_log(tmp_path / LOG_NAME)] == [str(width) for width in chosen]
+    assert len(set(chosen)) == 6
+    assert same(weights(run), expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-tied", "qwen3-moe", "gpt-oss", "mixtral"])
+def test_every_trained_parameter_changes(architecture: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, architecture, optim="adamw_torch", learning_rate=1e-3)
+    before = weights(run)
+    run.train()
+    unchanged = [name for name, value in weights(run).items() if torch.equal(value, before[name])]
+    assert unchanged == []
+
+
+def test_losses_fall_at_every_width(tmp_path: Path) -> None:
+    run = trainer(tmp_path, optim="adamw_torch", learning_rate=3e-3, max_steps=150, method="bps")
+    run.train()
+    lines = read_log(tmp_path / LOG_NAME)
+    for width in Precision:
+        losses = [line["loss"] for line in lines if line["width"] == str(width)]
+        assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "method, expected",
+    [("fixed:E5M3", {"E5M3"}), ("fp16", {"full"}), ("uniform", {str(width) for width in Precision})],
+)
+def test_baselines_are_settings_of_the_same_loop(method: str, expected: set[str], tmp_path: Path) -> None:
+    run = trainer(tmp_path, method=method, max_steps=30)
+    run.train()
+    assert {line["width"] for line in read_log(tmp_path / LOG_NAME)} == expected
+    assert run.delayed is None
+
+
+def test_full_precision_is_plain_training(tmp_path: Path) -> None:
+    """The method fp16 must give what transformers' own Trainer gives without any of this."""
+    from transformers import Trainer
+
+    run = trainer(tmp_path, method="fp16")
+    run.train()
+    plain = Trainer(random_model("llama"), arguments(tmp_path / "plain"), train_dataset=Blocks())
+    plain.train()
+    assert same(weights(run), dict(plain.model.state_dict()))
+
+
+def test_accumulated_batches_share_a_width_and_equal_one_large_batch(tmp_path: Path) -> None:
+    large = trainer(tmp_path / "large", max_steps=18, per_device_train_batch_size=4)
+    small = trainer(tmp_path / "small", max_steps=18, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    seen: list[Any] = []
+    small.model.register_forward_pre_hook(lambda *_: seen.append(small._layers[0].precision))
+    large.train()
+    small.train()
+    assert len(seen) == 18 * 4
+    assert all(len(set(seen[start : start + 4])) == 1 for start in range(0, len(seen), 4))
+    first, second = (read_log(tmp_path / name / LOG_NAME) for name in ("large", "small"))
+    assert [line["width"] for line in first] == [line["width"] for line in second]
+    # The same sums in another order: float32 rounding, grown over 18 updates.
+    for name, value in weights(large).items():
+        torch.testing.assert_close(weights(small)[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    plain, checkpointed = (trainer(tmp_path / str(on), gradient_checkpointing=on) for on in (False, True))
+    plain.train()
+    checkpointed.train()
+    assert same(weights(plain), weights(checkpointed))
+
+
+def test_bf16_trains_float32_weights(tmp_path: Path) -> None:
+    run = trainer(tmp_path, bf16=True, optim="adamw_torch", learning_rate=3e-3, max_steps=60)
+    run.train()
+    assert {value.dtype for value in weights(run).values()} == {torch.float32}
+    lines = read_log(tmp_path / LOG_NAME)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_the_log_tells_what_is_held(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=30, lr_scheduler_type="linear")
+    run.train()
+    lines = read_log(tmp_path / LOG_NAME)
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    held = 0
+    for line in lines:
+        held = (held + (line["width"] in ("E5M4", "E5M3"))) % 3
+        assert line["held"] == held
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.05 * (1 - t / 30) for t in range(30)])
+    counts = Counter(line["width"] for line in lines)
+    assert {str(width): count for width, count in run.path.counts.items()} == counts
+
+
+def test_evaluation_goes_over_every_width(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_strategy="steps",
+        save_steps=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        learning_rate=0.0,
+        save_total_limit=2,
+    )
+    run = OtaroTrainer(
+        random_model("llama"),
+        args,
+        train_dataset=Blocks(),
+        eval_dataset=Blocks(4),
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+    run.train()
+    assert run.state.global_step == 12  # never better than at step 4, so patience ends it two evaluations later
+    metrics = next(entry for entry in run.state.log_history if "eval_loss" in entry)
+    losses = [metrics[f"eval_loss_{width}"] for width in Precision]
+    assert len(set(losses)) == 6
+    assert metrics["eval_loss"] == pytest.approx(sum(losses) / 6)
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path: Path) -> None:
+    run = trainer(tmp_path, save_strategy="steps", save_steps=4, method="fixed:E5M3")
+    compute = run.compute_loss
+
+    def broken(*args: Any, **options: Any) -> torch.Tensor:
+        loss: torch.Tensor = compute(*args, **options)
+        return loss * math.nan if run.state.global_step == 6 else loss
+
+    run.compute_loss = broken
+    with pytest.raises(OtaroError, match="loss became nan at step 7, at the width E5M3"):
+        run.train()
+    assert (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
+    assert len(read_log(tmp_path / LOG_NAME)) == 6
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    run = trainer(tmp_path, save_strategy="steps", save_steps=4, learning_rate=1e38, method="fixed:E5M4", max_steps=8)
+    with pytest.raises(OtaroError, match="E5M4"):
+        run.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: 12 bytes")])
+def test_out_of_memory_says_what_to_lower(error: Exception, tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+
+    def fail(*args: Any) -> torch.Tensor:
+        raise error
+
+    run.training_step = fail  # type: ignore[method-assign]
+    with pytest.raises(OtaroError, match="batches of 2: lower the batch size"):
+        run.train()
+
+
+def test_other_errors_are_not_taken_for_memory(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+
+    def fail(*args: Any) -> torch.Tensor:
+        raise RuntimeError("shapes do not match")
+
+    run.training_step = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="shapes"):
+        run.train()
+
+
+def test_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OtaroError, match="DeepSpeed is not supported"):
+        arguments(tmp_path, deepspeed={})
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(OtaroError, match="DeepSpeed is not supported"):
+        arguments(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options, kind, message",
+    [
+        ({"method": "best"}, OtaroError, "unknown method"),
+        ({"widths": "E5M8,E5M2"}, PrecisionError, "E5M2"),
+        ({"delay": 0}, OtaroError, "delay of 0"),
+        ({"delay_apply": "max"}, OtaroError, "sum or mean"),
+        ({"scheme": "nearest", "polarity": True}, FormatError, "polarity"),
+        ({"embedding_floor": "E4M3"}, PrecisionError, "E4M3"),
+    ],
+)
+def test_settings_that_cannot_be(options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=message):
+        arguments(tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", config.RECIPES)
+def test_recipes_are_settings(name: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path, **config.recipe(name))
+    assert args.method == "otaro"
+    with pytest.raises(OtaroError, match="unknown recipe"):
+        config.recipe("best")
+
+
+def test_the_paper_recipe_is_the_papers(tmp_path: Path) -> None:
+    args = arguments(tmp_path, **config.recipe("paper"))
+    assert (args.optim, args.learning_rate, args.exploration, args.delay, args.delay_apply) == (
+        "sgd",
+        1e-5,
+        5,
+        10,
+        "sum",
+    )
+    assert (args.scheme, args.group_size, args.lr_scheduler_type, args.max_grad_norm) == ("nearest", 64, "constant", 0)
+
+
+def test_a_log_cut_short_is_cut_back(tmp_path: Path) -> None:
+    log = tmp_path / LOG_NAME
+    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    cut_log(log, 2)
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
