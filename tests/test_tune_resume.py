@@ -89,6 +89,13 @@ def test_fused_experts_and_tied_weights_resume(architecture: str, tmp_path: Path
     check_same(resumed(tmp_path, options), expected)
 
 
+def test_a_run_that_was_done_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Killed between its last update and the writing of its result, a run has nothing left to do."""
+    options = {**SAVING, **ADAM}
+    expected = whole(tmp_path, options)
+    check_same(resumed(tmp_path, options), expected)
+
+
 def test_adapters_resume(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     from architectures import random_model
@@ -146,6 +153,16 @@ def test_an_incomplete_checkpoint_is_passed_over(checkpoint: Path, tmp_path: Pat
     shutil.rmtree(earlier)
     with pytest.raises(OtaroError, match="no complete checkpoint"):
         trainer(folder, **SAVING).train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_beyond_the_one_resumed_from_are_dropped(checkpoint: Path, tmp_path: Path) -> None:
+    """Half overwritten by a run that is killed again, an old one could pass for complete."""
+    folder = tmp_path / "run"
+    shutil.copytree(checkpoint, folder)
+    (folder / "checkpoint-10" / "old").touch()
+    trainer(folder, **{**SAVING, "max_steps": 11}).train(resume_from_checkpoint=folder / "checkpoint-5")
+    assert sorted(resume.checkpoints(folder)) == [5, 10, 11]
+    assert not (folder / "checkpoint-10" / "old").exists()
 
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import otaro
 from otaro.console import note, progress_bar, results, size_text
 from otaro.errors import OtaroError
 from otaro.precision import WIDEST, Precision, parse_precisions
+from otaro.tune.command import EXAMPLE, tune
 
 if TYPE_CHECKING:
     from otaro.checkpoint import Info
@@ -109,6 +110,9 @@ def pack(
             progress=progress,
         )
     show_info(packed, as_json)
+
+
+app.command("tune", epilog=EXAMPLE)(tune)
 
 
 @app.command(epilog="Example: otaro info smollm2-packed")

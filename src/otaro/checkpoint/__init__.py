@@ -152,7 +152,7 @@ def cut(folder: str | Path, out: str | Path, precision: Precision | str, progres
                 shutil.copyfile(index, partial / index.name)
         kept = ("source", "clamped_groups")
         described = {key: value for key, value in packed.described.items() if key in kept}
-        first = packed.files(NARROWEST)
+        first = packed.paths(NARROWEST)
         entry_point = first[0].name if len(first) == 1 else index_name(NARROWEST)
         write_config(partial, packed.config, packed.layout, precision, entry_point, described)
     return inspect(out)

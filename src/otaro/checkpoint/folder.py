@@ -146,7 +146,7 @@ class PackedFolder:
     def files(self, precision: Precision) -> list[Path]:
         """The weight files read at a width; an error if one of them is missing."""
         self.check_available(precision)
-        return [path for width in self.widths(precision) for path in self._paths(width)]
+        return [path for width in self.widths(precision) for path in self.paths(width)]
 
     def widths(self, precision: Precision) -> list[Precision]:
         """The widths whose files are read at that width, the narrowest first."""
@@ -214,12 +214,13 @@ class PackedFolder:
 
     def planes(self, width: Precision) -> Iterator[tuple[str, Any]]:
         """The tensors of one width's files, (key, tensor)."""
-        for path in self._paths(width):
+        for path in self.paths(width):
             with SafetensorsFile(path) as file:
                 for name in file.tensors:
                     yield name, file.read(name)
 
-    def _paths(self, width: Precision) -> list[Path]:
+    def paths(self, width: Precision) -> list[Path]:
+        """The files that hold one width's planes, there or not."""
         single, index = self.path / file_name(width), self.path / index_name(width)
         if single.is_file() or not index.is_file():
             return [single]
@@ -238,7 +239,7 @@ class PackedFolder:
     def _missing(self, precision: Precision) -> str | None:
         """The first file that a width lacks."""
         for width in self.widths(precision):
-            for path in self._paths(width):
+            for path in self.paths(width):
                 if not path.is_file():
                     return path.name
         return None
@@ -246,7 +247,7 @@ class PackedFolder:
     def _headers(self, width: Precision) -> list[tuple[SafetensorsFile, dict[str, str]]]:
         """The checked headers of a width's files."""
         result = []
-        for path in self._paths(width):
+        for path in self.paths(width):
             if not path.is_file():
                 held = "every precision needs it" if width == NARROWEST else f"{width} needs it"
                 raise FormatError(f"{path.name} is missing: {held}; fetch that file")

@@ -195,6 +195,13 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             raise OtaroError(f"{self.args.output_dir} holds no complete checkpoint to resume from: start a new run")
         return found
 
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        # Resumed from its last checkpoint, a run that is done would make one more update before it noticed.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **options)
+
     def _load_callback_state(self) -> None:
         """Other callbacks' counters, such as early stopping's patience; the path's own is read when training begins."""
         for callback in self.callback_handler.callbacks:
