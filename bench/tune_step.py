@@ -1,10 +1,11 @@
 """What a step of once tuning costs on a GPU, as a ratio to a step of ordinary tuning in the same run.
 
-    python bench/tune_step.py --model smollm2 --json bench/tune_step.json
+    python bench/tune_step.py --shape smollm2 --json bench/tune_step.json
 
 Both sides run the same compiled model in bf16 with a fused AdamW; `otaro` also quantises every weight at the start of
 each step, going through all six widths. Steps are interleaved in rounds, medians taken. Checks the kernel against the
-torch codec first, bfloat16 included. `--shape llama-1b` takes random weights in the shape of Llama-3.2-1B.
+torch codec first, bfloat16 included. Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what a step costs
+does not depend on them. Layers are compiled one by one, which all share one compiled graph, and so is the loss.
 """
 
 from __future__ import annotations
@@ -59,19 +60,29 @@ def check_kernel() -> int:
     return compared
 
 
-def load(shape: str, model: str) -> Any:
-    if shape == "smollm2":
-        return common.load_model(model, torch.device("cuda"))
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    )
+SHAPES = {
+    "smollm2": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
+    "llama-1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def random_model(shape: str) -> Any:
     with torch.device("cuda"):
+        config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=True)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -80,24 +91,27 @@ class Step:
 
     def __init__(self, arguments: argparse.Namespace, quantised: bool) -> None:
         torch.manual_seed(0)
-        self.model = load(arguments.shape, arguments.model).train()
+        self.model = random_model(arguments.shape).train()
         self.widths = itertools.cycle(Precision) if quantised else None
         convert.simulate(self.model, Format())
         self.refresh = Refresher(self.model, torch.bfloat16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.compiled = torch.compile(self.loss)
-        self.vocabulary = self.model.config.vocab_size
+        for layer in self.model.model.layers:
+            layer.compile()
+        self.loss = torch.compile(self.loss_of)
 
-    def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            logits = self.model(input_ids=ids, use_cache=False).logits
-        return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+    def loss_of(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.model.lm_head(hidden[:, :-1])
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
     def __call__(self, ids: torch.Tensor) -> None:
         if self.widths is not None:
             convert.set_precision(self.model, next(self.widths))
             self.refresh()
-        self.compiled(ids).backward()
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+            loss = self.loss(hidden, ids)
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -153,8 +167,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="smollm2 or a GGUF file")
-    parser.add_argument("--shape", choices=["smollm2", "llama-1b"], default="smollm2")
+    parser.add_argument("--shape", choices=list(SHAPES), default="smollm2")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
