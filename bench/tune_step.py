@@ -4,8 +4,8 @@
 
 Both sides run the same compiled model in bf16 with a fused AdamW; `otaro` also quantises every weight at the start of
 each step, going through all six widths. Steps are interleaved in rounds, medians taken. Checks the kernel against the
-torch codec first, bfloat16 included. Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what a step costs
-does not depend on them. Layers are compiled one by one, which all share one compiled graph, and so is the loss.
+torch codec first, bfloat16 included. Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what a step
+costs does not depend on them. Layers are compiled one by one, which all share one compiled graph, and so is the loss.
 """
 
 from __future__ import annotations
