@@ -389,7 +389,8 @@ def small_demo(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The demo on the tiny model; the folder its temporary files go to."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    for name, value in {"MODEL": str(tiny_llama), "WINDOW": 32, "WINDOWS": 2, "ANSWER_TOKENS": 4}.items():
+    small = {"MODEL": str(tiny_llama), "WINDOW": 32, "WINDOWS": 2, "ANSWER_TOKENS": 4, "STEPS": 2, "SEQUENCE": 32}
+    for name, value in small.items():
         monkeypatch.setattr(f"otaro.demo.{name}", value)
     return tmp_path / "temporary"
 
@@ -400,8 +401,8 @@ def test_demo_shows_every_width_and_leaves_nothing(run: Any, small_demo: Path) -
     lines = outcome.out.splitlines()
     for precision in Precision:
         row = [line for line in lines if str(precision) in line][-1]
-        # precision, bits per weight, size and its unit, perplexity, speed
-        assert len(row.replace("│", " ").split()) == 6
+        # precision, bits per weight, size and its unit, perplexity before and after, speed
+        assert len(row.replace("│", " ").split()) == 7
     assert list(small_demo.iterdir()) == []
 
 

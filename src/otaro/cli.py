@@ -392,3 +392,7 @@ def quieten_libraries() -> None:
     warnings.simplefilter("ignore")
     warnings.filterwarnings("default", message="otaro: ")
     warnings.showwarning = lambda message, *_: note(str(message))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
-"""The main job from end to end, on a model that comes with the demo's installation: pack, evaluate, answer, compare.
+"""The main job from end to end, on a model that comes with the demo's installation: tune, pack, evaluate, answer.
 
-Nothing is downloaded. The text is CPython's language reference, which every Python carries for its ``help()``; a fixed
-slice of it, so that two runs on the same Python give the same perplexities.
+Nothing is downloaded. The text is CPython's language reference, which every Python carries for its ``help()``; its end
+is held back for measuring. Fixed slices of it, so that two runs on the same Python give the same perplexities.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from otaro.precision import NARROWEST, WIDEST, Precision
 
 MODEL = "smollm2"
 WINDOW = 512
-WINDOWS = 8
+WINDOWS = 4
+STEPS = 12
+BATCH = 2
+SEQUENCE = 256
 PROMPT = "What is the capital of France, and what is it known for?"
 ANSWER_TOKENS = 64
 SPEED_TOKENS = 24
@@ -51,26 +54,85 @@ def run(out: Path | None = None, *, keep: bool = False) -> list[report.Row]:
 
 
 def _run(folder: Path, console: Console) -> list[report.Row]:
-    console.print(f"[bold]1. Pack {MODEL} once, for every precision[/bold]")
-    with progress_bar() as progress:
-        info = otaro.pack(MODEL, folder, progress=progress)
-    console.print(escape(f"   {info.parameters:,} parameters from {info.source}: {size_text(info.size(WIDEST))}"))
+    text = language_reference()
+    held_back = len(text) * 9 // 10
+    with tempfile.TemporaryDirectory(prefix="otaro-demo-") as name:
+        work = Path(name)
+        console.print(f"[bold]1. {MODEL} as it is: perplexity on Python's language reference at every precision[/bold]")
+        with progress_bar() as progress:
+            otaro.pack(MODEL, work / "untuned", progress=progress)
+        before = _measure(work / "untuned", text[held_back:], console)
 
-    console.print(f"[bold]2. Perplexity on Python's language reference, {WINDOWS} windows of {WINDOW} tokens[/bold]")
+        console.print(f"[bold]2. Tune once for all of them: {STEPS} steps on the rest of the text[/bold]")
+        (work / "reference.txt").write_text(text[:held_back], encoding="utf-8")
+        _tune(work / "tuned", work / "reference.txt")
+
+        console.print("[bold]3. Pack the tuned model once, and measure it at every precision[/bold]")
+        with progress_bar() as progress:
+            info = otaro.pack(work / "tuned", folder, progress=progress)
+    console.print(escape(f"   {info.parameters:,} parameters in {size_text(info.size(WIDEST))}"))
+    after = _measure(folder, text[held_back:], console)
+
+    console.print("[bold]4. The same model, switched from one precision to the next, answers[/bold]")
+    console.print(f"   {PROMPT}")
+    speeds = _answer(folder, console)
+
+    console.print("[bold]5. What each precision costs and gives[/bold]")
+    rows = [
+        report.Row(width, info.bits_per_weight(width), info.size(width), after[width], speeds[width])
+        for width in Precision
+    ]
+    console.print(report.table(rows, speed="tokens/s (generation)", before=before))
+    return rows
+
+
+def _measure(folder: Path, text: str, console: Console) -> dict[Precision, float]:
+    """Perplexity of a packed folder at every width on the beginning of a text."""
     with progress_bar() as progress:
         model = otaro.load(folder, WIDEST, progress=progress)
-    tokenizer = load_tokenizer(folder)
-    tokens = text_tokens(tokenizer, language_reference())[: WINDOWS * WINDOW]
-    with progress_bar() as progress:
+        tokens = text_tokens(load_tokenizer(folder), text)[: WINDOWS * WINDOW]
         measured = perplexity_at_widths(model, tokens, list(Precision), window=WINDOW, progress=progress)
-    console.print("   " + ", ".join(f"{width.precision} {width.result.perplexity:.2f}" for width in measured))
+    perplexities = {width.precision: width.result.perplexity for width in measured}
+    console.print("   " + ", ".join(f"{width} {perplexity:.2f}" for width, perplexity in perplexities.items()))
+    return perplexities
 
-    console.print("[bold]3. The same model, switched from one precision to the next, answers[/bold]")
-    console.print(f"   {PROMPT}")
+
+def _tune(out: Path, text: Path) -> None:
+    from otaro.tune import command
+    from otaro.tune.config import TuneArguments, recipe
+
+    args = TuneArguments(
+        **recipe("default"),
+        output_dir=f"{out}.tuning",
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=STEPS,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    command.run(
+        MODEL,
+        out,
+        args,
+        [str(text)],
+        sequence_length=SEQUENCE,
+        padded=False,
+        lora=None,
+        eval_text=None,
+        eval_windows=1,
+        resume=False,
+    )
+
+
+def _answer(folder: Path, console: Console) -> dict[Precision, float]:
+    """Answer the prompt at the widest and the narrowest width, and measure the speed of all."""
 
     def write(text: str) -> None:
         console.print(text.replace("\n", " "), end="", markup=False, soft_wrap=True)
 
+    model, tokenizer = otaro.load(folder, WIDEST), load_tokenizer(folder)
     speeds = {}
     for precision in Precision:
         with model.at_precision(precision):
@@ -82,17 +144,4 @@ def _run(folder: Path, console: Console) -> list[report.Row]:
                 note(f"   measuring the speed of {precision}")
                 answer = generate(model, tokenizer, PROMPT, max_new_tokens=SPEED_TOKENS)
         speeds[precision] = answer.tokens_per_second
-
-    console.print("[bold]4. What each precision costs and gives[/bold]")
-    rows = [
-        report.Row(
-            width.precision,
-            info.bits_per_weight(width.precision),
-            info.size(width.precision),
-            width.result.perplexity,
-            speeds[width.precision],
-        )
-        for width in measured
-    ]
-    console.print(report.table(rows, speed="tokens/s (generation)"))
-    return rows
+    return speeds

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,21 +42,33 @@ class Row:
         }
 
 
-def table(rows: Sequence[Row], *, title: str | None = None, speed: str = "tokens/s") -> Table:
-    """The rows for a terminal; `speed` names what the last column measured."""
+def table(
+    rows: Sequence[Row],
+    *,
+    title: str | None = None,
+    speed: str = "tokens/s",
+    before: Mapping[Precision, float] | None = None,
+) -> Table:
+    """The rows for a terminal; `speed` names what the last column measured, `before` adds an earlier perplexity."""
     result = Table(title=title, title_justify="left")
     result.add_column("precision")
-    for name in ("bits per weight", "size", "perplexity", speed):
+    earlier = [] if before is None else ["perplexity before"]
+    for name in ("bits per weight", "size", *earlier, "perplexity", speed):
         result.add_column(name, justify="right")
     for row in rows:
         result.add_row(
             str(row.precision),
             f"{row.bits_per_weight:.2f}",
             size_text(row.size),
-            f"{row.perplexity:.3f}" if row.perplexity < 1e5 else f"{row.perplexity:.3g}",
+            *([] if before is None else [_perplexity_text(before[row.precision])]),
+            _perplexity_text(row.perplexity),
             f"{row.tokens_per_second:.1f}",
         )
     return result
+
+
+def _perplexity_text(perplexity: float) -> str:
+    return f"{perplexity:.3f}" if perplexity < 1e5 else f"{perplexity:.3g}"
 
 
 def write_json(report: dict[str, Any], path: Path) -> None:

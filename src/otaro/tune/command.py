@@ -48,7 +48,8 @@ def tune(
         "default"
     ),
     method: Annotated[
-        str | None, typer.Option(help="otaro, bps, uniform, fixed:E5M8 … fixed:E5M3, or fp16; otaro if left out.")
+        str | None,
+        typer.Option(help="otaro, bps, uniform, fixed:E5M8 … fixed:E5M3, or fp16; the recipe's if left out."),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates to make; overrides --epochs.")] = None,
     epochs: Annotated[float, typer.Option(min=0.001, help="Times to go through the data.")] = 1.0,
@@ -161,6 +162,13 @@ def tune(
         eval_windows=eval_windows,
         resume=resume,
     )
+    if _is_first():
+        note(f"The tuned model is in {out}: pack it with otaro pack {out} {out}-packed{pack_options(args)}")
+
+
+def _is_first() -> bool:
+    """Of several processes the first one talks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def run(
@@ -193,8 +201,7 @@ def run(
         raise OtaroError(f"{work} holds a run that was not finished: add --resume to go on, or delete that folder")
     if resume and found is None:
         raise OtaroError(f"there is no checkpoint in {work} to go on from: start without --resume")
-    # Of several processes the first one talks.
-    first = os.environ.get("RANK", "0") == "0"
+    first = _is_first()
     with open_source(model) as source, progress_bar() if first else nullcontext(_silence) as progress:
         tokenizer = read_tokenizer(source)
         layout: Any = "padded" if padded else "packed"
@@ -243,7 +250,6 @@ def run(
             save_model(final, source, out, extras, state)
             shutil.rmtree(work)
             results().print(report.table(before, after, log))
-            note(f"The tuned model is in {out}: pack it with otaro pack {out} {out}-packed{pack_options(args)}")
 
 
 def _silence(description: str, done: int, total: int) -> None:

@@ -125,7 +125,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "scheme": "nearest",
         "group_size": 64,
     },
-    # Adam divides by the gradient's size: a sum of N gradients would only inflate its second moment.
+    # What held up best so far (docs/tuning.md): LAA costs quality under Adam, so ultra-low widths do not wait.
+    # For the method otaro the mean of held gradients, since a sum would only inflate Adam's second moment.
     "default": {
         "optim": "adamw_torch",
         "learning_rate": 3e-5,
@@ -133,7 +134,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "warmup_steps": 0.03,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
-        "method": "otaro",
+        "method": "bps",
         "exploration": 5.0,
         "delay": 10,
         "delay_apply": "mean",
