@@ -1,11 +1,13 @@
-"""What a step of once tuning costs on a GPU, as a ratio to a step of ordinary tuning in the same run.
+"""What a step of once tuning costs, as a ratio to a step of ordinary tuning in the same run.
 
     python bench/tune_step.py --shape smollm2 --json bench/tune_step.json
+    python bench/tune_step.py --shape smollm2 --cpu --batch 2 --length 256     # float32, not compiled
 
-Both sides run the same compiled model in bf16 with a fused AdamW; `otaro` also quantises every weight at the start of
-each step, going through all six widths. Steps are interleaved in rounds, medians taken. Checks the kernel against the
-torch codec first, bfloat16 included. Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what a step
-costs does not depend on them. Layers are compiled one by one, which all share one compiled graph, and so is the loss.
+On a GPU both sides run the same compiled model in bf16 with a fused AdamW. `otaro` also quantises every weight at the
+start of each step, going through all six widths, and holds the gradients of E5M4 and E5M3 back (LAA). Steps are
+interleaved in rounds, medians taken. Checks the kernel against the torch codec first, bfloat16 included. Weights are
+random, in the shape of SmolLM2-135M or Llama-3.2-1B: what a step costs does not depend on them. Layers are compiled one
+by one, which all share one compiled graph, and so is the loss.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "experiments"))
 import common
 
 from otaro import convert, sefp
-from otaro.ops import gpu
 from otaro.precision import Precision
 from otaro.sefp import Format
+from otaro.tune.delay import DelayedOptimizer
 from otaro.tune.refresh import Refresher
 
 
 def check_kernel() -> int:
     """Bit equality with the torch codec on this GPU; returns how many tensors were compared."""
+    from otaro.ops import gpu
+
     compared = 0
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -80,8 +84,8 @@ SHAPES = {
 }
 
 
-def random_model(shape: str) -> Any:
-    with torch.device("cuda"):
+def random_model(shape: str, device: str) -> Any:
+    with torch.device(device):
         config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=True)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -91,14 +95,19 @@ class Step:
 
     def __init__(self, arguments: argparse.Namespace, quantised: bool) -> None:
         torch.manual_seed(0)
-        self.model = random_model(arguments.shape).train()
+        self.device = "cpu" if arguments.cpu else "cuda"
+        self.model = random_model(arguments.shape, self.device).train()
         self.widths = itertools.cycle(Precision) if quantised else None
         convert.simulate(self.model, Format())
         self.refresh = Refresher(self.model, torch.bfloat16)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        for layer in self.model.model.layers:
-            layer.compile()
-        self.loss = torch.compile(self.loss_of)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        if quantised:
+            self.optimizer = DelayedOptimizer(self.optimizer, [Precision.E5M4, Precision.E5M3])
+        self.loss = self.loss_of
+        if not arguments.cpu:
+            for layer in self.model.model.layers:
+                layer.compile()
+            self.loss = torch.compile(self.loss_of)
 
     def loss_of(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         logits = self.model.lm_head(hidden[:, :-1])
@@ -106,14 +115,45 @@ class Step:
 
     def __call__(self, ids: torch.Tensor) -> None:
         if self.widths is not None:
-            convert.set_precision(self.model, next(self.widths))
+            width = next(self.widths)
+            convert.set_precision(self.model, width)
             self.refresh()
-        with torch.autocast("cuda", torch.bfloat16):
+            self.optimizer.width = width
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
             loss = self.loss(hidden, ids)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def ratios(times: dict[str, list[float]], tokens: int) -> dict[str, float]:
+    result = {}
+    for name, seconds in times.items():
+        result[f"{name}_step_seconds"] = statistics.median(seconds)
+        result[f"{name}_tokens_per_second"] = tokens / statistics.median(seconds)
+    result["step_ratio"] = statistics.median(o / f for o, f in zip(times["otaro"], times["fp16"], strict=True))
+    return result
+
+
+def measure_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
+    ids = torch.randint(0, 40000, (arguments.batch, arguments.length))
+    sides = {name: Step(arguments, name == "otaro") for name in ("fp16", "otaro")}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(arguments.rounds + 1):
+        for name, side in sides.items():
+            started = time.perf_counter()
+            side(ids)
+            if number:  # the first round warms up
+                times[name].append(time.perf_counter() - started)
+    return {
+        "shape": arguments.shape,
+        "batch": arguments.batch,
+        "sequence": arguments.length,
+        "threads": torch.get_num_threads(),
+        "machine": common.machine(),
+        **ratios(times, arguments.batch * arguments.length),
+    }
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -149,11 +189,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             events[1].record()
             torch.cuda.synchronize()
             times[name].append(events[0].elapsed_time(events[1]) / 6 / 1000)
-    tokens = arguments.batch * arguments.length
-    for name, seconds in times.items():
-        result[f"{name}_step_seconds"] = statistics.median(seconds)
-        result[f"{name}_tokens_per_second"] = tokens / statistics.median(seconds)
-    result["step_ratio"] = statistics.median(o / f for o, f in zip(times["otaro"], times["fp16"], strict=True))
+    result |= ratios(times, arguments.batch * arguments.length)
     result["memory_ratio"] = result["otaro_peak_bytes"] / result["fp16_peak_bytes"]
     refresh = sides["otaro"].refresh
     torch.cuda.synchronize()
@@ -168,14 +204,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2")
+    parser.add_argument("--cpu", action="store_true", help="measure on the CPU")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", help="add the result to this file")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a GPU")
-    result = measure(arguments)
+    if not (arguments.cpu or torch.cuda.is_available()):
+        raise SystemExit("there is no GPU: add --cpu")
+    result = measure_cpu(arguments) if arguments.cpu else measure(arguments)
     print(json.dumps(result, indent=1))
     if arguments.json:
         path = Path(arguments.json)
