@@ -7,7 +7,8 @@
 Backends are modules with these functions: `reference` (plain torch, any device), `cpu` (the native core) and `gpu`
 (Triton; quantize only). The environment variable ``OTARO_BACKEND`` chooses: ``auto`` (the default) takes the fastest
 that is at hand and says once if that is not the native one on a CPU; ``native`` and ``reference`` insist. The four ops
-that stand in a model's graph are registered with torch under ``otaro::``, so that ``torch.compile`` keeps them whole.
+that stand in a model's graph are registered with torch under ``otaro::``, so that ``torch.compile`` keeps them whole;
+outside of it the backend is called at once, because torch's dispatch costs more than a small layer.
 """
 
 from __future__ import annotations
@@ -132,7 +133,11 @@ def straight_through(weight: Tensor, values: Tensor) -> Tensor:
 
 def dequantize(planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype) -> Tensor:
     """The values of packed weights at a width."""
-    values: Tensor = torch.ops.otaro.dequantize(*_arguments(planes, columns, precision, format), dtype)
+    values: Tensor
+    if torch.compiler.is_compiling():
+        values = torch.ops.otaro.dequantize(*_arguments(planes, columns, precision, format), dtype)
+    else:
+        values = _backend(planes.base.device).dequantize(planes, columns, precision, format, dtype)
     return values
 
 
@@ -144,7 +149,10 @@ def linear(
     small = x.numel() <= SMALL_BATCH * columns and x.dtype == torch.float32 and x.device.type == "cpu"
     differentiated = x.requires_grad or (bias is not None and bias.requires_grad)
     if small and not (differentiated and torch.is_grad_enabled()):
-        result = torch.ops.otaro.linear(x, *_arguments(planes, columns, precision, format), bias)
+        if torch.compiler.is_compiling():
+            result = torch.ops.otaro.linear(x, *_arguments(planes, columns, precision, format), bias)
+        else:
+            result = _backend(x.device).linear(x, planes, columns, precision, format, bias)
         return result
     return torch.nn.functional.linear(x, dequantize(planes, columns, precision, format, x.dtype), bias)
 
@@ -153,7 +161,11 @@ def embedding(
     ids: Tensor, planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype
 ) -> Tensor:
     """Rows of a packed matrix, shaped [*ids.shape, columns]."""
-    values: Tensor = torch.ops.otaro.embedding(ids, *_arguments(planes, columns, precision, format), dtype)
+    values: Tensor
+    if torch.compiler.is_compiling():
+        values = torch.ops.otaro.embedding(ids, *_arguments(planes, columns, precision, format), dtype)
+    else:
+        values = _backend(ids.device).embedding(ids, planes, columns, precision, format, dtype)
     return values
 
 
@@ -177,6 +189,8 @@ def _format(scheme: str, group_size: int, polarity: Tensor | bool | None, by_err
 
 
 def _quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
+    if not torch.compiler.is_compiling():
+        return straight_through(weight, quantize_backend(weight.device).quantize(weight.detach(), precision, format))
     by_error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
     values: Tensor = torch.ops.otaro.quantize(
         weight, precision.mantissa, format.scheme, format.group_size, format.polarity, by_error
