@@ -46,7 +46,7 @@ def test_from_a_folder_to_a_folder(
     tiny_llama: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "tuned"
-    more = ("--eval-text", book, "--eval-windows", 4, "--learning-rate", 1e-3, "--delay", 2)
+    more = ("--eval-text", book, "--eval-windows", 4, "--learning-rate", 1e-3, "--method", "otaro", "--delay", 2)
     assert command(tiny_llama, out, *short(book, 40), *more) == 0
     figures = json.loads((out / "tune.json").read_text())
     assert figures["updates"] == 40
@@ -83,7 +83,7 @@ def test_a_stopped_run_goes_on(tiny_llama: Path, book: Path, tmp_path: Path, mon
     from otaro.tune.callbacks import PathCallback
 
     out, work, whole = tmp_path / "tuned", tmp_path / "tuned.tuning", tmp_path / "whole"
-    line = (*short(book), "--save-steps", 4)
+    line = (*short(book), "--save-steps", 4, "--method", "otaro")
     original = PathCallback.on_step_begin
 
     def ask(self: PathCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
