@@ -273,10 +273,10 @@ def test_settings_that_cannot_be(options: dict[str, Any], kind: type[Exception],
         arguments(tmp_path, **options)
 
 
-@pytest.mark.parametrize("name", config.RECIPES)
-def test_recipes_are_settings(name: str, tmp_path: Path) -> None:
-    args = arguments(tmp_path, **config.recipe(name))
-    assert args.method == "otaro"
+@pytest.mark.parametrize(("name", "method"), [("default", "bps"), ("paper", "otaro")])
+def test_recipes_are_settings(name: str, method: str, tmp_path: Path) -> None:
+    assert set(config.RECIPES) == {"default", "paper"}
+    assert arguments(tmp_path, **config.recipe(name)).method == method
     with pytest.raises(OtaroError, match="unknown recipe"):
         config.recipe("best")
 
