@@ -276,7 +276,7 @@ def demo(
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the temporary folder behind.")] = False,
 ) -> None:
-    """Pack a small model, then show what each precision costs and gives: perplexity, an answer, speed."""
+    """Tune and pack a small model, then show what each precision gives: perplexity, an answer, speed."""
     from otaro.demo import run
 
     run(out, keep=keep)
