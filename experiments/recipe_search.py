@@ -1,0 +1,165 @@
+"""Trying ideas for the recipe: one row each, on WikiText-2's validation split.
+
+    python experiments/recipe_search.py --train train.npy --valid valid.npy --json FILE [--only a,b] [--share 1/3]
+    python experiments/recipe_search.py --train wiki.train.tokens --valid wiki.valid.tokens --quick     # on a CPU
+
+Every row is 400 updates of 16 x 512 tokens of SmolLM2-135M (whose weights come from a 4-bit file), one seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from lab import Idea, Lab, Pass
+
+from otaro.precision import Precision
+from otaro.sefp import Format
+from otaro.tune.path import BitWidthPathSearch
+
+M8, M7, M6, M5, M4, M3 = Precision
+FIRST, SECOND = slice(0, None, 2), slice(1, None, 2)
+
+
+def fixed(width: Precision | None) -> Any:
+    return lambda number, steps, losses: [Pass(width)]
+
+
+def drawn(weights: dict[Precision, float], seed: int = 0) -> Any:
+    """One width an update, drawn with these weights."""
+    generator = random.Random(seed)
+
+    def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
+        return [Pass(generator.choices(list(weights), list(weights.values()))[0])]
+
+    return plan
+
+
+def searched(exploration: float) -> Any:
+    path = BitWidthPathSearch(Precision, exploration)
+
+    def plan(number: int, steps: int, losses: dict[Precision | None, float]) -> Sequence[Pass]:
+        if number:
+            path.record(plan.last, losses[plan.last])  # type: ignore[attr-defined]
+        plan.last = path.choose()  # type: ignore[attr-defined]
+        return [Pass(plan.last)]  # type: ignore[attr-defined]
+
+    return plan
+
+
+def pair(high: Any, weights: dict[Precision, float], *, teacher: float, weight: float = 1.0, seed: int = 0) -> Any:
+    """A high width on the labels, and a drawn low one on labels and the high one's own predictions."""
+    generator = random.Random(seed)
+
+    def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
+        low = generator.choices(list(weights), list(weights.values()))[0]
+        return [Pass(high), Pass(low, weight=weight, labels=1 - teacher, teacher=teacher)]
+
+    return plan
+
+
+def split(high: Any, *, teacher: float, weight: float = 0.5) -> Any:
+    """A high width on the whole batch, E5M4 and E5M3 on a half each, changing places."""
+
+    def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
+        halves = (FIRST, SECOND) if number % 2 else (SECOND, FIRST)
+        low = [
+            Pass(width, weight=weight, labels=1 - teacher, teacher=teacher, part=part)
+            for width, part in zip((M4, M3), halves, strict=True)
+        ]
+        return [Pass(high), *low]
+
+    return plan
+
+
+LOW = {M5: 0.1, M4: 0.35, M3: 0.55}
+PLAIN = Format()
+REFINED4 = Format(polarity=True, exponent_by_error=M4)
+REFINED5 = Format(polarity=True, exponent_by_error=M5)
+UNIFORM = dict.fromkeys(Precision, 1.0)
+
+
+
+def ideas(only: str) -> dict[str, Idea]:
+    """The rows of a round, by name; made anew for every run, because plans remember what they drew."""
+    rounds: dict[str, dict[str, Idea]] = {
+        "1": {
+            "fp16 3e-5": Idea(fixed(None)),
+            "fp16 1e-4": Idea(fixed(None), 1e-4),
+            "fp16 2e-4": Idea(fixed(None), 2e-4),
+            "fixed M3 1e-4": Idea(fixed(M3), 1e-4),
+            "fixed M3 3e-4": Idea(fixed(M3), 3e-4),
+            "fixed M4 1e-4": Idea(fixed(M4), 1e-4),
+            "uniform 1e-4": Idea(drawn(UNIFORM), 1e-4),
+            "single M6 30 M4 30 M3 40, 1e-4": Idea(drawn({M6: 0.3, M4: 0.3, M3: 0.4}), 1e-4),
+            "pair, half teacher, 3e-5": Idea(pair(M8, LOW, teacher=0.5)),
+            "pair, labels, 1e-4": Idea(pair(M8, LOW, teacher=0.0), 1e-4),
+            "pair, half teacher, 1e-4": Idea(pair(M8, LOW, teacher=0.5), 1e-4),
+            "pair, teacher, 1e-4": Idea(pair(M8, LOW, teacher=1.0), 1e-4),
+            "pair, teacher, 2e-4": Idea(pair(M8, LOW, teacher=1.0), 2e-4),
+            "pair, teacher, weight 2, 1e-4": Idea(pair(M8, LOW, teacher=1.0, weight=2.0), 1e-4),
+            "pair, teacher, normalised, 1e-4": Idea(pair(M8, LOW, teacher=1.0), 1e-4, normalise=True),
+            "split, teacher, 1e-4": Idea(split(M8, teacher=1.0), 1e-4),
+            "refined@M5, fixed M3 1e-4": Idea(fixed(M3), 1e-4, format=REFINED5),
+            "refined@M5, fixed M4 1e-4": Idea(fixed(M4), 1e-4, format=REFINED5),
+            "refined@M4, fixed M3 1e-4": Idea(fixed(M3), 1e-4, format=REFINED4),
+            "refined@M5, pair, teacher, 1e-4": Idea(pair(M8, LOW, teacher=1.0), 1e-4, format=REFINED5),
+            "refined@M4, pair, teacher, 1e-4": Idea(pair(M8, LOW, teacher=1.0), 1e-4, format=REFINED4),
+        },
+    }
+    return rounds[only]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    train = torch.from_numpy(common.tokens_of(Path(arguments.train), arguments.model)).long().to(device)
+    valid = torch.from_numpy(common.tokens_of(Path(arguments.valid), arguments.model)).long().to(device)
+    window = 2048
+    if arguments.quick:
+        arguments.steps, arguments.batch, arguments.length, window = 2, 2, 128, 256
+        valid = valid[:window]
+    blocks = train[: len(train) // arguments.length * arguments.length].view(-1, arguments.length)
+    settings = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "seed", "round")}
+    result: dict[str, Any] = {"settings": settings, "machine": common.machine(), "rows": {}}
+    lab = Lab(arguments.model, device, compiled=device.type == "cuda")
+    share, shares = map(int, arguments.share.split("/"))
+    for number, (name, idea) in enumerate(ideas(arguments.round).items()):
+        if number % shares != share - 1 or (arguments.only and arguments.only not in name):
+            continue
+        row = lab.tune(idea, blocks, arguments.steps, arguments.batch, arguments.seed)
+        for label, format in {"plain": PLAIN, "@M5": REFINED5, "@M4": REFINED4}.items():
+            # Full precision is trained in no format: measure it in all of them.
+            if "fp16" in name or format == idea.format:
+                row[f"valid {label}"] = lab.perplexity(valid, [M8, M6, M5, M4, M3], format, window)
+                print(name, label, {key: round(value, 2) for key, value in row[f"valid {label}"].items()}, flush=True)
+        print(name, f"{row['seconds']:.1f} s", flush=True)
+        result["rows"][name] = row
+        if arguments.json:
+            common.write_json(Path(arguments.json), result)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
+    parser.add_argument("--train", required=True, help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
+    parser.add_argument("--valid", required=True, help="WikiText-2's wiki.valid.tokens, or its token ids as .npy")
+    parser.add_argument("--round", default="1", help="which round of ideas")
+    parser.add_argument("--only", help="rows whose name holds this text")
+    parser.add_argument("--share", default="1/1", help="2/3: the second of three processes that share the rows")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write the results there, after every row")
+    parser.add_argument("--quick", action="store_true", help="two small updates each, for a look")
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
