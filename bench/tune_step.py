@@ -102,7 +102,11 @@ class Step:
         self.refresh = Refresher(self.model, torch.bfloat16)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         if quantised:
-            self.optimizer = DelayedOptimizer(self.optimizer, [Precision.E5M4, Precision.E5M3])
+            self.optimizer = DelayedOptimizer(
+                self.optimizer,
+                [Precision.E5M4, Precision.E5M3],
+                dtype=None if arguments.cpu else torch.bfloat16,
+            )
         self.loss = self.loss_of
         if not arguments.cpu:
             for layer in self.model.model.layers:

@@ -129,7 +129,9 @@ def main(
     parser.add_argument("--show", help="print (and, with --plot, draw) an earlier run and stop")
     arguments = parser.parse_args()
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("--plot needs matplotlib: pip install matplotlib, or leave --plot out and draw from --json later")
+        raise SystemExit(
+            "--plot needs matplotlib: pip install matplotlib, or leave --plot out and draw from --json later"
+        )
     if arguments.show:
         result = json.loads(Path(arguments.show).read_text(encoding="utf-8"))
     elif arguments.text:

@@ -4,15 +4,16 @@
     python experiments/gradient_cosine.py --text wiki.train.tokens --quick               # on a CPU
     python experiments/gradient_cosine.py --show FILE --plot FILE                        # draw an earlier run
 
-The same batch goes through the untuned model at full precision and at all six widths; cosines are taken weight by weight
-between every two of the seven gradients and averaged over batches. Products are computed in float32 without TF32, and
-the cosines in float64: at E5M8 they differ from 1 by little, so rounding has to stay far below that. How far it stays
-below is measured: `floor` compares the full-precision gradient with itself, the batch's sequences in reverse order.
+The same batch goes through the untuned model at full precision and at all six widths; cosines are taken tensor by
+tensor between every two of the seven gradients and averaged over batches. Products are in float32 without TF32,
+cosines in float64: at E5M8 they differ from 1 by little, so rounding has to stay far below that. How far it stays below
+is measured: `floor` is 1 - cosine of the full-precision gradient and itself, the batch's sequences in reverse order.
 
-The paper's claim, "a width agrees more with the higher ones", is checked per weight. Beside it stands the plainest
-explanation: if the gradient at each width were the true one plus an error of its own, unrelated to other widths' errors,
-then 1 - cos(a, b) would be (1 - cos(a, full)) + (1 - cos(b, full)). `independence` is measured over predicted: 1 means
-that widths share nothing but the true gradient, less than 1 that their errors point the same way.
+The paper's claim, "a width agrees more with the higher ones", is checked per tensor and batch. Beside it stands the
+plainest explanation: if the gradient at each width were the true one plus an error of its own, unrelated to the errors
+of other widths, then cos(a, b) = cos(a, full)·cos(b, full), and a width would agree more with a higher one for no other
+reason than that its error is smaller. `error_cosine` is the cosine between what is left of two gradients once the
+full-precision direction is taken out: 0 if they share nothing else, 1 if their errors point the same way.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def summary(measured: np.ndarray, names: list[str]) -> dict[str, Any]:
         "kind_cosine": {kind: mean[of_kind[kind]].mean(0) for kind in kinds},
         "layer_cosine": by_layer,
         "claim": {"all": claim(each), **{kind: claim(each[:, of_kind[kind]]) for kind in kinds}},
-        "independence": independence(whole.mean(0)),
+        "error_cosine": error_cosine(whole.mean(0)),
         "weights": len(names),
     }
 
@@ -136,10 +137,14 @@ def claim(each: np.ndarray) -> dict[str, dict[str, float]]:
     return found
 
 
-def independence(cosine: np.ndarray) -> dict[str, float]:
-    """Measured disagreement of two widths over the sum of their disagreements with full precision."""
-    apart = 1 - cosine
-    return {f"{NAMES[a]} {NAMES[b]}": float(apart[a, b] / (apart[0, a] + apart[0, b])) for a, b in PAIRS if a > 0}
+def error_cosine(cosine: np.ndarray) -> dict[str, float]:
+    """The cosine of two widths' gradients, the direction of the full-precision gradient taken out of both."""
+    left = np.sqrt(1 - cosine[0] ** 2)
+    return {
+        f"{NAMES[a]} {NAMES[b]}": float((cosine[a, b] - cosine[0, a] * cosine[0, b]) / (left[a] * left[b]))
+        for a, b in PAIRS
+        if a > 0
+    }
 
 
 def show(result: dict[str, Any]) -> None:
@@ -158,8 +163,8 @@ def show(result: dict[str, Any]) -> None:
     for key in next(iter(result["claim"]["all"].values())):
         values = (f"{checks[key]:.3f}" for checks in result["claim"]["all"].values())
         print(f"| {key.replace('_', ' ')} | {' | '.join(values)} |")
-    ratios = result["independence"]
-    print("\nmeasured over independent-error prediction:", ", ".join(f"{k} {v:.2f}" for k, v in ratios.items()))
+    errors = ", ".join(f"{pair} {value:.2f}" for pair, value in result["error_cosine"].items())
+    print(f"\ncosine of the errors of two widths: {errors}")
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
@@ -179,30 +184,25 @@ def plot(result: dict[str, Any], file: Path) -> None:
     matrix.set_title(f"Whole model, mean of {result['batches']} batches")
     figure.colorbar(image, ax=matrix, label="cosine of gradients", shrink=0.85)
 
-    for colour, row in zip(analysis.colours(len(names)), range(len(names)), strict=True):
-        apart = [np.nan if row == column else 1 - cosine[row, column] for column in range(len(names))]
-        curves.plot(names, apart, marker="o", color=colour, label=names[row])
-    curves.axhline(max(result["floor"], 1e-16), color="grey", linestyle=":", label="float32 rounding")
-    curves.set_yscale("log")
+    for colour, name, row in zip(analysis.colours(len(names)), names, cosine, strict=True):
+        curves.plot(names, np.where(row > 1 - 1e-12, np.nan, row), marker="o", color=colour, label=name)
     curves.set_xlabel("compared with the gradient at")
-    curves.set_ylabel("1 - cosine")
-    curves.set_title("Each width against all others")
+    curves.set_ylabel("cosine")
+    curves.set_title(f"Each width against all others (float32 rounding: 1 - cosine = {result['floor']:.0e})")
     curves.legend(fontsize=8, title="gradient at")
     curves.grid(alpha=0.3)
 
     narrowest = result["layer_cosine"][f"{names[0]} {names[-1]}"]
-    lines = analysis.colours(len(narrowest))
-    for colour, (kind, values) in zip(lines, narrowest.items(), strict=True):
-        depth.plot(result["layers"], values, marker=".", color=colour, label=kind)
+    for kind, values in narrowest.items():
+        depth.plot(result["layers"], values, marker=".", label=kind)
     depth.set_xlabel("layer")
     depth.set_ylabel("cosine")
     depth.set_title(f"{names[-1]} against full precision, by layer and projection")
     depth.legend(fontsize=8, ncols=2)
     depth.grid(alpha=0.3)
 
-    known = dict(zip(narrowest, lines, strict=True))
-    for kind, values in result["kind_cosine"].items():
-        kinds.plot(names[1:], 1 - np.array(values)[0, 1:], marker="o", color=known.get(kind, "tab:red"), label=kind)
+    for kind in [*narrowest, *(kind for kind in result["kind_cosine"] if kind not in narrowest)]:
+        kinds.plot(names[1:], 1 - np.array(result["kind_cosine"][kind])[0, 1:], marker="o", label=kind)
     kinds.set_yscale("log")
     kinds.set_xlabel("width")
     kinds.set_ylabel("1 - cosine with full precision")

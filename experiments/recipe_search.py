@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ def drawn(weights: dict[Precision, float], seed: int = 0) -> Any:
     return plan
 
 
+def ramped() -> Any:
+    """One width an update; E5M4 and E5M3 are drawn more and more often."""
+    generator = random.Random(0)
+
+    def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
+        low = 0.4 + 0.5 * number / steps
+        return [Pass(generator.choices([M6, M4, M3], [1 - low, 0.45 * low, 0.55 * low])[0])]
+
+    return plan
+
+
 def searched(exploration: float) -> Any:
     path = BitWidthPathSearch(Precision, exploration)
 
@@ -63,7 +75,7 @@ def pair(high: Any, weights: dict[Precision, float], *, teacher: float, weight: 
     return plan
 
 
-def split(high: Any, *, teacher: float, weight: float = 0.5) -> Any:
+def split(high: Any = M8, *, teacher: float = 1.0, weight: float = 0.5) -> Any:
     """A high width on the whole batch, E5M4 and E5M3 on a half each, changing places."""
 
     def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
@@ -111,6 +123,28 @@ def ideas(only: str) -> dict[str, Idea]:
             "refined@M5, pair, teacher, 1e-4": Idea(pair(M8, LOW, teacher=1.0), 1e-4, format=REFINED5),
             "refined@M4, pair, teacher, 1e-4": Idea(pair(M8, LOW, teacher=1.0), 1e-4, format=REFINED4),
         },
+        # 200 updates.
+        "2": {
+            "fp16 3e-4": Idea(fixed(None), 3e-4, format=REFINED5),
+            "fixed M3 3e-4": Idea(fixed(M3), 3e-4, format=REFINED5),
+            "fixed M4 3e-4": Idea(fixed(M4), 3e-4, format=REFINED5),
+            "split, teacher, 3e-4": Idea(split(), 3e-4, format=REFINED5),
+            "split, labels, 3e-4": Idea(split(teacher=0.0), 3e-4, format=REFINED5),
+            "split, half teacher, 3e-4": Idea(split(teacher=0.5), 3e-4, format=REFINED5),
+            "pair, teacher, 3e-4": Idea(pair(M8, LOW, teacher=1.0), 3e-4, format=REFINED5),
+            "single M6 30 M4 30 M3 40, 3e-4": Idea(drawn({M6: 0.3, M4: 0.3, M3: 0.4}), 3e-4, format=REFINED5),
+            "single ramped, 3e-4": Idea(ramped(), 3e-4, format=REFINED5),
+            "split, teacher, normalised, 3e-4": Idea(split(), 3e-4, format=REFINED5, normalise=True),
+            "split, teacher, weight 1, 3e-4": Idea(split(weight=1.0), 3e-4, format=REFINED5),
+            "split M6, teacher, 3e-4": Idea(split(M6), 3e-4, format=REFINED5),
+            "split, teacher, betas 0.9 0.95, 3e-4": Idea(split(), 3e-4, format=REFINED5, betas=(0.9, 0.95)),
+            "split, teacher, 6e-4": Idea(split(), 6e-4, format=REFINED5),
+            "plain format, fixed M3 3e-4": Idea(fixed(M3), 3e-4),
+            "plain format, fixed M4 3e-4": Idea(fixed(M4), 3e-4),
+            "plain format, split, teacher, 3e-4": Idea(split(), 3e-4),
+            "refined@M4, split, teacher, 3e-4": Idea(split(), 3e-4, format=REFINED4),
+            "group 32, split, teacher, 3e-4": Idea(split(), 3e-4, format=Format("nested", 32, True, M5)),
+        },
     }
     return rounds[only]
 
@@ -120,11 +154,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     train = torch.from_numpy(common.tokens_of(Path(arguments.train), arguments.model)).long().to(device)
     valid = torch.from_numpy(common.tokens_of(Path(arguments.valid), arguments.model)).long().to(device)
     window = 2048
+    valid = valid[: arguments.windows * window]
     if arguments.quick:
         arguments.steps, arguments.batch, arguments.length, window = 2, 2, 128, 256
         valid = valid[:window]
     blocks = train[: len(train) // arguments.length * arguments.length].view(-1, arguments.length)
-    settings = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "seed", "round")}
+    settings = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "windows", "seed", "round")}
     result: dict[str, Any] = {"settings": settings, "machine": common.machine(), "rows": {}}
     lab = Lab(arguments.model, device, compiled=device.type == "cuda")
     share, shares = map(int, arguments.share.split("/"))
@@ -132,12 +167,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if number % shares != share - 1 or (arguments.only and arguments.only not in name):
             continue
         row = lab.tune(idea, blocks, arguments.steps, arguments.batch, arguments.seed)
-        for label, format in {"plain": PLAIN, "@M5": REFINED5, "@M4": REFINED4}.items():
-            # Full precision is trained in no format: measure it in all of them.
-            if "fp16" in name or format == idea.format:
-                row[f"valid {label}"] = lab.perplexity(valid, [M8, M6, M5, M4, M3], format, window)
-                print(name, label, {key: round(value, 2) for key, value in row[f"valid {label}"].items()}, flush=True)
-        print(name, f"{row['seconds']:.1f} s", flush=True)
+        started = time.perf_counter()
+        row["valid"] = lab.perplexity(valid, [M8, M5, M4, M3], idea.format, window)
+        row["valid_seconds"] = time.perf_counter() - started
+        print(name, {key: round(value, 3) for key, value in row["valid"].items()}, end=" ")
+        print(f"{row['seconds']:.1f} s, {row['valid_seconds']:.1f} s", flush=True)
         result["rows"][name] = row
         if arguments.json:
             common.write_json(Path(arguments.json), result)
@@ -155,6 +189,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=64, help="windows of 2048 tokens to measure on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the results there, after every row")
     parser.add_argument("--quick", action="store_true", help="two small updates each, for a look")

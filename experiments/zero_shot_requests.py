@@ -13,12 +13,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import lm_eval
 import numpy as np
 from lm_eval.models.huggingface import HFLM
 
 from otaro.evaluate.documents import TASKS
-from otaro.evaluate.tasks import load_tasks, parse_tasks, quiet_lm_eval
+from otaro.evaluate.tasks import evaluate_task, load_tasks, parse_tasks, quiet_lm_eval
 from otaro.sources import open_source
 from otaro.tune.command import read_tokenizer
 
@@ -29,6 +28,9 @@ class Recorder(HFLM):
     def __init__(self, model: Any, tokenizer: Any) -> None:
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1)
         self.recorded: list[tuple[list[int], list[int]]] = []
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         for _, context, continuation in requests:
@@ -47,14 +49,14 @@ def requests(model: Any, tokenizer: Any, tasks: dict[str, Any], limit: int | Non
     task_of, documents, recorded = [], [], []
     with quiet_lm_eval():
         recorder = Recorder(model, tokenizer)
-        for number, task in enumerate(tasks.values()):
-            recorder.recorded = []
-            result = lm_eval.simple_evaluate(recorder, tasks=[task], num_fewshot=0, limit=limit, bootstrap_iters=0)
-            answers = [len(sample["resps"]) for sample in next(iter(result["samples"].values()))]
-            assert sum(answers) == len(recorder.recorded)
-            task_of += [number] * len(recorder.recorded)
-            documents += np.repeat(np.arange(len(answers)), answers).tolist()
-            recorded += recorder.recorded
+    for number, task in enumerate(tasks.values()):
+        recorder.recorded = []
+        _, samples = evaluate_task(recorder, task, limit)
+        answers = [len(sample["resps"]) for sample in samples]
+        assert sum(answers) == len(recorder.recorded)
+        task_of += [number] * len(recorder.recorded)
+        documents += np.repeat(np.arange(len(answers)), answers).tolist()
+        recorded += recorder.recorded
     lengths = [len(context) + len(continuation) for context, continuation in recorded]
     return {
         "names": np.array(list(tasks)),

@@ -120,10 +120,9 @@ def metrics(tasks: Mapping[str, Any], requests: Arrays, likelihoods: np.ndarray,
 
     `tasks` are lm-eval's, as `otaro.evaluate.tasks.load_tasks` gives them, with the documents the requests came from.
     """
-    import lm_eval
     from lm_eval.api.model import LM
 
-    from otaro.evaluate.tasks import quiet_lm_eval
+    from otaro.evaluate.tasks import evaluate_task
 
     class Replay(LM):  # type: ignore[misc]
         """Answers with what was scored elsewhere."""
@@ -148,18 +147,9 @@ def metrics(tasks: Mapping[str, Any], requests: Arrays, likelihoods: np.ndarray,
     for number, name in enumerate(requests["names"].tolist()):
         own = requests["task"] == number
         answers = list(zip(likelihoods[own].tolist(), greedy[own].tolist(), strict=True))
-        with quiet_lm_eval():
-            result = lm_eval.simple_evaluate(
-                Replay(answers),
-                tasks=[tasks[name]],
-                num_fewshot=0,
-                limit=None if limit < 0 else limit,
-                log_samples=False,
-            )
-        found = result["results"][name]
-        figures[name] = {
-            key.removesuffix(",none"): value for key, value in found.items() if key.endswith(",none")
-        } | {"documents": found["sample_len"]}
+        found, _ = evaluate_task(Replay(answers), tasks[name], None if limit < 0 else limit)
+        own_figures = {key.removesuffix(",none"): value for key, value in found.items() if key.endswith(",none")}
+        figures[name] = own_figures | {"documents": found["sample_len"]}
     return figures | {"average": average(list(figures.values()))}
 
 

@@ -12,6 +12,7 @@ Decided here, where the paper is silent:
   and a mean give much the same step, but the sum leaves N² as much in the second moment, which shrinks the steps of
   all other widths for as long as it remembers.
 - A buffer that is not full when training ends is dropped, as in the paper's algorithm.
+- The buffer costs one more copy of the gradients. Where they were computed in 16 bits it holds no more than that, `dtype`.
 
 In a checkpoint the buffer lies beside the wrapped optimizer's own state of each parameter, and the count in its
 parameter groups: distributed checkpoints (FSDP) know these two places and no other.
@@ -40,13 +41,19 @@ class DelayedOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, ultra_low: Iterable[Precision], delay: int = 10, apply: Apply = "sum"
+        self,
+        optimizer: Optimizer,
+        ultra_low: Iterable[Precision],
+        delay: int = 10,
+        apply: Apply = "sum",
+        dtype: torch.dtype | None = None,
     ) -> None:
         # The wrapped optimizer has the groups, the state and the hooks; the base class would make a second set of them.
         self.optimizer = optimizer
         self.ultra_low = frozenset(ultra_low)
         self.delay = delay
         self.apply = apply
+        self.dtype = dtype
         self.width: Precision | None = None
         self._buffer: dict[Tensor, Tensor] = {}
         self._count(0)
@@ -82,13 +89,13 @@ class DelayedOptimizer(Optimizer):
                 if parameter in self._buffer:
                     self._buffer[parameter].add_(parameter.grad)
                 else:
-                    self._buffer[parameter] = parameter.grad.clone()
+                    self._buffer[parameter] = parameter.grad.to(self.dtype or parameter.grad.dtype, copy=True)
         self._count(self.held + 1)
         if self.held < self.delay:
             return
-        for parameter, gradient in self._buffer.items():
+        for parameter in list(self._buffer):
+            gradient = self._buffer.pop(parameter).to(parameter.dtype)
             parameter.grad = gradient.div_(self.delay) if self.apply == "mean" else gradient
-        self._buffer = {}
         self._count(0)
         self.optimizer.step()
 
@@ -108,7 +115,7 @@ class DelayedOptimizer(Optimizer):
         for index, parameter in enumerate(self._parameters()):
             if parameter.requires_grad:
                 held = self._buffer.get(parameter)
-                gradient = torch.zeros_like(parameter, requires_grad=False) if held is None else held
+                gradient = torch.zeros_like(parameter, dtype=self.dtype, requires_grad=False) if held is None else held
                 state.setdefault(index, {})[HELD_GRADIENT] = gradient
         return {**inner, "state": state}
 

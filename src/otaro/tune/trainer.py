@@ -75,11 +75,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 raise OtaroError(
                     f"the model simulates {layer.format}, the run is set to {args.format}: make them agree"
                 )
-        self._refresh = Refresher(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
         # Taken now: sharding changes the classes of modules.
         self.signature = model_signature(model)
-        computed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        self._refresh = Refresher(model, computed)
+        self._refresh = Refresher(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
         super().__init__(model=model, args=args, **options)
         if self.is_deepspeed_enabled:
             raise OtaroError(DEEPSPEED_REFUSED)
@@ -111,7 +109,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self.args.method == "otaro":
             if created:
                 apply = cast(Apply, self.args.delay_apply)
-                optimizer = DelayedOptimizer(optimizer, self.args.ultra_low_widths, self.args.delay, apply)
+                # In float16 unscaled gradients are too small to be held in it.
+                dtype = torch.bfloat16 if self.args.bf16 else None
+                optimizer = DelayedOptimizer(optimizer, self.args.ultra_low_widths, self.args.delay, apply, dtype)
                 self.optimizer = optimizer
             elif self.delayed is None:
                 raise OtaroError("the method otaro wraps the optimizer itself: set `optim`, do not pass `optimizers`")
