@@ -69,6 +69,11 @@ class Batches:
     def __len__(self) -> int:
         return len(self._chosen)
 
+    def pop(self) -> Tensor:
+        """Take the last batch out."""
+        last, self._chosen = self._chosen[-1], self._chosen[:-1]
+        return last
+
     def __getitem__(self, index: int) -> Tensor:
         return self._chosen[index]
 

@@ -42,19 +42,23 @@ from otaro import ops
 from otaro.precision import Precision
 
 MODES = ("still", "sgd", "adamw")
+SHOWN = ("model", "last down projection")
+"""The places whose series are kept: all, and the paper's."""
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     widths: list[analysis.Width] = [None, *Precision]
     if arguments.quick:
-        arguments.batches, arguments.batch, arguments.length, arguments.modes = 6, 1, 64, "still,adamw"
+        arguments.batches, arguments.batch, arguments.length, arguments.modes = 5, 1, 64, "still,adamw"
         widths = [None, Precision.E5M8, Precision.E5M4, Precision.E5M3]
     modes = arguments.modes.split(",")
     if not set(modes) <= set(MODES) or modes[0] != "still":
         raise SystemExit(f"--modes are some of {','.join(MODES)}, still first: the others are compared with it")
     gradients, device = analysis.load(arguments)
     tokens = common.tokens_of(Path(arguments.text), arguments.model)
-    batches = analysis.Batches(tokens, arguments.batches, arguments.batch, arguments.length, arguments.seed)
+    # One batch more than is measured: its gradient only tells where to look.
+    batches = analysis.Batches(tokens, arguments.batches + 1, arguments.batch, arguments.length, arguments.seed)
+    gradients(batches.pop().to(device), None)
     sample = Sample(gradients, device)
     original = {name: parameter.detach().clone() for name, parameter in gradients.parameters.items()}
     result: dict[str, Any] = {
@@ -83,6 +87,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         still = still or errors
         result["norms"][mode] = norm_summary(errors, still, result["widths"], losses)
         if history is not None:
+            targets = [list(gradients.parameters).index(name) for name in sample.names]
+            exact = np.sqrt((norms[:, :, targets] ** 2).sum(-1)).T
+            ratio = weighted(history, sample.weight).cpu().numpy() / exact
+            result["sampling"] = {"mean": ratio.mean(), "deviation": ratio.std()}
             result["perturbation"] = perturbation(history, sample, result["widths"])
             del history
         if mode != "still":
@@ -158,7 +166,8 @@ def floor(
         for setting in ("highest", "high"):
             torch.set_float32_matmul_precision(setting)
             gradients(batches[index].to(device), None)
-            found.append((sample.take(), torch.stack([p.grad.norm() for p in gradients.parameters.values()]).norm()))  # type: ignore[union-attr]
+            norms = torch._foreach_norm([parameter.grad for parameter in gradients.parameters.values()])  # type: ignore[arg-type]
+            found.append((sample.take(), torch.stack(norms).norm()))
         (exact, exact_norm), (fast, fast_norm) = found
         size.append(float(weighted(fast - exact, sample.weight) / weighted(exact, sample.weight)))
         norm.append(float(abs(fast_norm - exact_norm) / exact_norm))
@@ -174,7 +183,7 @@ def norm_errors(norms: np.ndarray, parameters: list[str], targets: list[str]) ->
     for name, (layer, _) in places.items():
         if layer is not None:
             chosen.setdefault(f"layer {layer}", []).append(name)
-    chosen[last_down(targets)] = [last_down(targets)]
+    chosen[SHOWN[1]] = [last_down(targets)]
     errors = {}
     for place, names in chosen.items():
         total = np.sqrt((norms[:, :, [parameters.index(name) for name in names]] ** 2).sum(-1))
@@ -185,7 +194,6 @@ def norm_errors(norms: np.ndarray, parameters: list[str], targets: list[str]) ->
 def norm_summary(
     errors: dict[str, np.ndarray], still: dict[str, np.ndarray], widths: list[str], losses: np.ndarray
 ) -> dict[str, Any]:
-    shown = [place for place in errors if place == "model" or place.endswith(".weight")]
     summary: dict[str, Any] = {
         "loss_first_last_tenth": [
             dict(zip(["full", *widths], part.mean(0).tolist(), strict=True))
@@ -196,6 +204,8 @@ def norm_summary(
     }
     for place, series in errors.items():
         full = series[:, 0].mean()
+        if place.startswith("layer ") and errors is not still:
+            continue
         summary["places"][place] = {"full_norm": full}
         for column, width in enumerate(widths, 1):
             signed, error = series[:, column], np.abs(series[:, column])
@@ -204,19 +214,16 @@ def norm_summary(
                 "deviation": error.std(ddof=1) / full,
                 "signed_mean": signed.mean() / full,
             }
-            if place in shown:
+            if place in SHOWN:
                 row["same_as_still"] = correlation(error, np.abs(still[place][:, column]))
                 row["with_full_norm"] = correlation(error, series[:, 0])
                 row |= periodicity(error)
+                if place != SHOWN[0]:
+                    del row["autocorrelation"]
             summary["places"][place][width] = row
-    for place in shown:
-        summary["series"][place] = {
-            "full": analysis.rounded(errors[place][:, 0], 4),
-            **{
-                width: analysis.rounded(errors[place][:, column] / errors[place][:, 0].mean(), 4)
-                for column, width in enumerate(widths, 1)
-            },
-        }
+    for place in SHOWN:
+        relative = errors[place] / errors[place][:, 0].mean()
+        summary["series"][place] = analysis.rounded(dict(zip(["full", *widths], relative.T, strict=True)), 4)
     return summary
 
 
@@ -266,7 +273,7 @@ def show(result: dict[str, Any]) -> None:
     head = f"{' | '.join(widths)} |\n" + "|---" * (len(widths) + 1) + "|"
     print(f"\n| ‖∇sefp‖ - ‖∇fp‖ in absolute value, relative to ‖∇fp‖: mean ± deviation | {head}")
     for mode, measured in result["norms"].items():
-        for place in measured["series"]:
+        for place in SHOWN:
             rows = [measured["places"][place][width] for width in widths]
             cells = (f"{row['mean']:.4f} ± {row['deviation']:.4f}" for row in rows)
             print(f"| {mode}, {place} | {' | '.join(cells)} |")
@@ -280,6 +287,7 @@ def show(result: dict[str, Any]) -> None:
         for key, label in labels.items():
             cells = (f"{measured['places']['model'][width][key]:.3f}" for width in widths)
             print(f"| {mode}: {label} | {' | '.join(cells)} |")
+    for mode, measured in result["norms"].items():
         if "codes_changed" in measured:
             print(f"{mode}: share of codes changed: {measured['codes_changed']}")
     found = result["perturbation"]["widths"]
@@ -288,7 +296,9 @@ def show(result: dict[str, Any]) -> None:
         print(f"\n| Y with X by {name} | {head}")
         rows = {
             "‖Y‖ / ‖∇fp‖": [estimates[width][name]["relative_size"] for width in widths],
-            "mean z² (1 if E[Y] = 0)": [estimates[width][name]["z"]["mean_square"] for width in widths],
+            f"mean z² ({(result['batches'] - 1) / (result['batches'] - 3):.2f} if E[Y] = 0)": [
+                estimates[width][name]["z"]["mean_square"] for width in widths
+            ],
             "beyond 1.96": [estimates[width][name]["z"]["beyond_1.96"] for width in widths],
             **{
                 f"slope of {part}": [estimates[width][name]["law"]["slopes"][part] for width in widths]
@@ -297,7 +307,8 @@ def show(result: dict[str, Any]) -> None:
         }
         for label, values in rows.items():
             print(f"| {label} | {' | '.join(f'{value:.3f}' for value in values)} |")
-    print(f"\nfull-precision gradient: {result['perturbation']['gradient']}\narithmetic: {result['floor']}")
+    print(f"\nfull-precision gradient: {result['perturbation']['gradient']}")
+    print(f"norms from the sample over true ones: {result['sampling']}\nTF32: {result['floor']}")
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
@@ -306,12 +317,11 @@ def plot(result: dict[str, Any], file: Path) -> None:
     series, spread, echo, values, ratio, growth = axes.flat
     colours = dict(zip(widths, analysis.colours(len(widths)), strict=True))
     still = norms["still"]
-    tensor = next(place for place in still["series"] if place != "model")
 
     for width in widths:
-        series.plot(np.abs(still["series"][tensor][width]), color=colours[width], linewidth=0.9, label=width)
+        series.plot(np.abs(still["series"][SHOWN[1]][width]), color=colours[width], linewidth=0.9, label=width)
     series.set(xlabel="batch", ylabel="| ‖∇sefp‖ - ‖∇fp‖ | / mean ‖∇fp‖", yscale="log")
-    series.set_title(f"Fig. 5, weights not updated\n{tensor.removesuffix('.weight')}")
+    series.set_title(f"Fig. 5, weights not updated: {SHOWN[1]}")
     series.legend(fontsize=8, ncols=2)
 
     for offset, (mode, measured) in enumerate(norms.items()):
@@ -355,7 +365,8 @@ def plot(result: dict[str, Any], file: Path) -> None:
     ratio.plot(ideal, law["ratio"][0] / np.sqrt(ideal), "k:", label="1/√N")
     ratio.set(xlabel="N, batches added up", ylabel="‖ΣY‖ / ‖Σ∇fp‖", xscale="log", yscale="log")
     ratio.set_title("Eq. 17, X a number per tensor, whole model")
-    ratio.legend(fontsize=8)
+    ratio.set_ylim(bottom=ratio.get_ylim()[0] / 4)
+    ratio.legend(fontsize=8, ncols=2, loc="lower center")
 
     for name, colour in (("perturbation", "C3"), ("gradient", "C0")):
         measured, start = np.array(law[name]), law[name][0]
@@ -368,6 +379,9 @@ def plot(result: dict[str, Any], file: Path) -> None:
     growth.set(xlabel="N, batches added up", ylabel="relative to N = 1", xscale="log", yscale="log")
     growth.set_title(f"What grows how: {narrowest}")
     growth.legend()
+    for axis in (ratio, growth):
+        axis.set_xticks(law["n"], law["n"])
+        axis.minorticks_off()
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     figure.savefig(file, dpi=100)

@@ -57,6 +57,8 @@ class Idea:
     delay_apply: Apply = "mean"
     normalise: bool = False
     """Give the gradient of every pass the norm of the first one's."""
+    one_by_one: bool = False
+    """Update after every pass instead of once a batch."""
     needs_losses: bool = False
     schedule: str = "cosine"
     sgd: bool = False
@@ -75,6 +77,9 @@ class Lab:
         self.half = torch.bfloat16 if device.type == "cuda" else None
         self.trained = Refresher(self.model, self.half)
         self.measured = Refresher(self.model)
+        self.captured = compiled
+        self.graphs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self.pool: Any = None
         self.loss: Any = self._loss
         self.score: Any = self._score
         if compiled:
@@ -112,35 +117,77 @@ class Lab:
         logits = self.model.lm_head(hidden[:, :-1]).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
-    def passes(self, ids: Tensor, plan: Sequence[Pass], format: Format, normalise: bool) -> dict[Any, Tensor]:
-        """Leave the update's gradient in the parameters; the cross entropy of each width."""
+    def _compute(self, ids: Tensor, teacher: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
+        """Add the gradient of a pass to the parameters'; its cross entropy and its predictions."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half is not None, cache_enabled=False):
+            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+            loss, cross_entropy, logits = self.loss(hidden, ids, teacher, step.labels, step.teacher)
+        (loss * step.weight).backward()
+        return cross_entropy, logits.detach()
+
+    def _captured(self, ids: Tensor, teacher: Tensor | None, step: Pass, key: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The pass as a CUDA graph: a small model's many small launches would cost more than their work."""
+        given = ids.clone()
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        kept = [gradient.clone() for gradient in gradients]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                torch._foreach_zero_(gradients)
+                self._compute(given, teacher, step)
+        torch.cuda.current_stream().wait_stream(stream)
+        expected = [gradient.clone() for gradient in gradients]
+        graph = torch.cuda.CUDAGraph()
+        # All graphs share their memory: they run one after the other, and a teacher is captured before its pupils.
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+            outputs = self._compute(given, teacher, step)
+        self.pool = graph.pool()
+        torch._foreach_zero_(gradients)
+        graph.replay()
+        norm = torch.nn.utils.get_total_norm(expected)
+        torch._foreach_sub_(expected, gradients)
+        difference = float(torch.nn.utils.get_total_norm(expected) / norm)
+        if not difference < 1e-2:
+            raise SystemExit(f"the captured pass differs from the plain one by {difference} of its gradient")
+        torch._foreach_copy_(gradients, kept)
+        self.graphs[key] = (graph, given, *outputs)
+        return self.graphs[key]
+
+    def passes(
+        self, ids: Tensor, plan: Sequence[Pass], format: Format, normalise: bool, taught: Tensor | None = None
+    ) -> tuple[dict[Any, Tensor], Tensor | None]:
+        """Add the update's gradient to the parameters'; the cross entropy of each width, the first predictions."""
         losses: dict[Any, Tensor] = {}
-        taught: Tensor | None = None
-        reference = None
         held: list[Tensor] | None = None
-        for number, step in enumerate(plan):
-            part = ids[step.part]
+        reference = torch.zeros(())
+        for step in plan:
             self.use(step.width, self.trained, format)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half is not None):
-                hidden = self.model.model(input_ids=part, use_cache=False).last_hidden_state
-                teacher = None if step.teacher == 0 or taught is None else taught[step.part]
-                loss, losses[step.width], logits = self.loss(hidden, part, teacher, step.labels, step.teacher)
-            (loss * step.weight).backward()
-            if number == 0 and len(plan) > 1 and any(other.teacher for other in plan):
-                taught = logits.detach()
+            part = ids[step.part]
+            teacher = taught[step.part] if step.teacher and taught is not None else None
+            if self.captured:
+                # A captured pass reads its teacher where the pass before left it.
+                place = None if teacher is None else teacher.data_ptr()
+                key = (step.width is None, step.labels, step.teacher, step.weight, part.shape, place)
+                graph, given, cross_entropy, logits = self.graphs.get(key) or self._captured(part, teacher, step, key)
+                given.copy_(part)
+                graph.replay()
+                losses[step.width] = cross_entropy.clone()
+            else:
+                losses[step.width], logits = self._compute(part, teacher, step)
+            taught = logits if taught is None else taught
             if normalise:
-                grads = [parameter.grad for parameter in self.model.parameters()]
-                norm = torch.nn.utils.get_total_norm(grads)
+                gradients = [parameter.grad for parameter in self.model.parameters()]
+                norm = torch.nn.utils.get_total_norm(gradients)
                 if held is None:
-                    reference, held = norm, grads
+                    reference, held = norm, [gradient.clone() for gradient in gradients]
                 else:
-                    torch._foreach_mul_(grads, reference / norm * step.weight)
-                    torch._foreach_add_(held, grads)
-                self.model.zero_grad(set_to_none=True)
+                    torch._foreach_mul_(gradients, reference / norm)
+                    torch._foreach_add_(held, gradients)
+                torch._foreach_zero_(gradients)
         if held is not None:
-            for parameter, grad in zip(self.model.parameters(), held, strict=True):
-                parameter.grad = grad
-        return losses
+            torch._foreach_copy_([parameter.grad for parameter in self.model.parameters()], held)
+        return losses, taught
 
     def tune(self, idea: Idea, blocks: Tensor, steps: int, batch: int, seed: int) -> dict[str, Any]:
         """Tune from the start; returns how often each width was passed and what it took."""
@@ -151,6 +198,9 @@ class Lab:
         while len(order) < steps * batch:
             order = torch.cat([order, torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed + 1))])
         parameters = list(self.model.parameters())
+        for parameter in parameters:
+            # Captured passes add to gradients where they lie.
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
         inner: torch.optim.Optimizer
         if idea.sgd:
             inner = torch.optim.SGD(parameters, lr=idea.learning_rate)
@@ -173,17 +223,19 @@ class Lab:
                 group["lr"] = idea.learning_rate * warm * faded
             ids = blocks[order[number * batch : (number + 1) * batch].to(self.device)]
             plan = idea.plan(number, steps, losses)
-            measured = self.passes(ids, plan, idea.format, idea.normalise)
-            if idea.needs_losses:
-                losses.update({width: float(loss) for width, loss in measured.items()})
             for step in plan:
                 widths[str(step.width)] = widths.get(str(step.width), 0) + 1
-            if idea.clip:
-                nn.utils.clip_grad_norm_(parameters, idea.clip)
-            if isinstance(optimizer, DelayedOptimizer):
-                optimizer.width = plan[0].width
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            taught = None
+            for part in [[step] for step in plan] if idea.one_by_one else [plan]:
+                measured, taught = self.passes(ids, part, idea.format, idea.normalise, taught)
+                if idea.needs_losses:
+                    losses.update({width: float(loss) for width, loss in measured.items()})
+                if idea.clip:
+                    nn.utils.clip_grad_norm_(parameters, idea.clip)
+                if isinstance(optimizer, DelayedOptimizer):
+                    optimizer.width = part[0].width
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
             if idea.average and number >= steps * (1 - idea.average):
                 count += 1
                 with torch.no_grad():

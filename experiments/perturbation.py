@@ -3,12 +3,12 @@
 A matrix X for all weights has more unknowns than any number of batches can determine, so there are four estimates:
 X = 1 (`difference`), a number per tensor, a number per coordinate, and a full matrix on 30 coordinates of the last
 layer's down projection, in sample and cross-validated over five folds. Coordinates are drawn from every tensor, their
-gradients kept for all batches; sums over coordinates are weighted by the size of their tensor, so that they stand for
-the whole model.
+gradients kept for all batches; sums over coordinates are weighted so that they stand for the whole model, and
+`sampling` says how well norms from the sample agree with the true ones.
 
-Is E[Y] = 0? z = mean / standard error per coordinate: were it so, z² would average (n - 1)/(n - 3) and 5 % would lie
-beyond 1.96 (a little more for few batches). Residuals of a fit are made small by the fit, means included, the more so
-the more X is free to take up: hence the number per tensor as the estimate to go by.
+Is E[Y] = 0? z = mean / standard error per coordinate, over as many coordinates of every tensor: were it so, z² would
+average (n - 1)/(n - 3) and 5 % would lie beyond 1.96 (a little more for few batches). Residuals of a fit are made small
+by the fit, means included, and the more so the more X is free to take up: the number per tensor is the one to go by.
 
 Eq. 17 says that ‖ΣY‖ / ‖Σ∇fp‖ falls as 1/√N. It supposes that ‖ΣY‖ grows as √N and ‖Σ∇fp‖ as N. All three are fitted,
 over disjoint runs of N batches. `signal` splits both into mean and fluctuation (‖E[·]‖² without bias): a sum begins to
@@ -26,29 +26,35 @@ import torch
 from torch import Tensor
 
 SIZES = (1, 2, 5, 10, 20, 50, 100)
-SAMPLED = 1024
+SAMPLED = 2048
 FIGURE_6 = 30
 FOLDS = 5
 
 
 class Sample:
-    """Coordinates drawn from every tensor that goes through the format, and what each stands for."""
+    """Coordinates drawn from every tensor that goes through the format, and the weights each stands for.
+
+    Gradients are so uneven that a plain draw misses most of a tensor's norm. Half of the draw is plain (`plain` marks
+    it), half goes by the squared gradient that lies in the parameters now; `weight` makes up for both.
+    """
 
     def __init__(self, gradients: analysis.Gradients, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
         self.names = gradients.targets()
         self._gradients = gradients
-        self._places = []
+        self._places, weights = [], []
         for name in self.names:
-            count = gradients.parameters[name].numel()
-            # With replacement: of this many weights hardly one is drawn twice.
-            self._places.append(torch.randint(count, (min(SAMPLED, count),), generator=generator).to(device))
-        counts = [gradients.parameters[name].numel() / len(p) for name, p in zip(self.names, self._places, strict=True)]
-        lengths = [len(place) for place in self._places]
-        self.weight = torch.tensor(counts, device=device).repeat_interleave(torch.tensor(lengths, device=device))
-        self.tensor = torch.arange(len(self.names), device=device).repeat_interleave(
-            torch.tensor(lengths, device=device)
-        )
+            squares = gradients.parameters[name].grad.flatten().double().square()  # type: ignore[union-attr]
+            total = squares.cumsum(0)
+            plain = torch.randint(len(squares), (SAMPLED // 2,), generator=generator).to(device)
+            draw = torch.rand(SAMPLED // 2, generator=generator, dtype=torch.float64).to(device) * total[-1]
+            places = torch.cat([plain, torch.searchsorted(total, draw, right=True).clamp(max=len(squares) - 1)])
+            chance = 0.5 / len(squares) + 0.5 * squares[places] / total[-1]
+            self._places.append(places)
+            weights.append(1 / (SAMPLED * chance))
+        self.weight = torch.cat(weights)
+        self.tensor = torch.arange(len(self.names), device=device).repeat_interleave(SAMPLED)
+        self.plain = torch.arange(len(self.tensor), device=device) % SAMPLED < SAMPLED // 2
 
     def take(self) -> Tensor:
         """The gradient as it now lies in the parameters, at these coordinates."""
@@ -80,11 +86,11 @@ def perturbation(history: Tensor, sample: Sample, widths: list[str]) -> dict[str
         return torch.zeros(tensors, dtype=values.dtype, device=values.device).index_add_(0, sample.tensor, values)
 
     found: dict[str, Any] = {"coordinates": full.shape[1], "gradient": signal(full, sample.weight), "widths": {}}
-    found["gradient"]["z"] = z_scores(full)
+    found["gradient"]["z"] = z_scores(full[:, sample.plain])
     for row, width in enumerate(widths, 1):
         noisy = history[row].double()
         both, own = (noisy * full).sum(0), full.square().sum(0)
-        by_tensor = per_tensor(both) / per_tensor(own).clamp(min=1e-300)
+        by_tensor = per_tensor(both * sample.weight) / per_tensor(own * sample.weight)
         by_coordinate = torch.where(own > 0, both / own.clamp(min=1e-300), 0.0)
         estimates = {
             "difference": torch.ones_like(own),
@@ -103,7 +109,7 @@ def perturbation(history: Tensor, sample: Sample, widths: list[str]) -> dict[str
             size = weighted(rest, sample.weight).square().mean().sqrt()
             lines["estimates"][name] = {
                 "relative_size": float(size / weighted(full, sample.weight).square().mean().sqrt()),
-                "z": z_scores(rest),
+                "z": z_scores(rest[:, sample.plain]),
                 "signal": signal(rest, sample.weight),
                 "law": law(rest, full, sample.weight),
             }
@@ -114,7 +120,7 @@ def perturbation(history: Tensor, sample: Sample, widths: list[str]) -> dict[str
                     for of_kind in [torch.tensor([k == kind for k in kinds], device=full.device)[sample.tensor]]
                 }
         tensor = sample.names.index(last_down(sample.names))
-        chosen = (sample.tensor == tensor).nonzero().flatten()[:FIGURE_6]
+        chosen = ((sample.tensor == tensor) & sample.plain).nonzero().flatten()[:FIGURE_6]
         lines["matrix"] = matrix(
             noisy[:, chosen].cpu().numpy(), full[:, chosen].cpu().numpy(), float(by_tensor[tensor])
         )

@@ -17,9 +17,9 @@ import numpy as np
 from lm_eval.models.huggingface import HFLM
 
 from otaro.evaluate.documents import TASKS
+from otaro.evaluate.model import source_tokenizer
 from otaro.evaluate.tasks import evaluate_task, load_tasks, parse_tasks, quiet_lm_eval
 from otaro.sources import open_source
-from otaro.tune.command import read_tokenizer
 
 
 class Recorder(HFLM):
@@ -79,7 +79,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tasks = load_tasks(parse_tasks(arguments.tasks), arguments.tasks_from)
     with open_source(arguments.model) as source:
-        arrays = requests(source.model, read_tokenizer(source), tasks, arguments.limit)
+        arrays = requests(source.model, source_tokenizer(source), tasks, arguments.limit)
     np.savez_compressed(arguments.out, **arrays)
     lengths = np.diff(arrays["offsets"])
     for number, name in enumerate(arrays["names"]):

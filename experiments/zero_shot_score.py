@@ -1,7 +1,8 @@
 """Score the requests of `zero_shot_requests.py` with a model at every width, and turn scores into lm-eval's figures.
 
     python experiments/zero_shot_score.py score --model DIR --requests zeroshot.npz --out scores.npz --bf16
-    python experiments/zero_shot_score.py metrics --requests zeroshot.npz --scores scores.npz --tasks-from DIR --json OUT
+    python experiments/zero_shot_score.py metrics --requests zeroshot.npz --scores scores.npz --tasks-from DIR \
+        --json zeroshot.json
 
 Scoring needs torch, numpy and transformers; the figures need lm-eval, whose own metrics and aggregation make them.
 """
@@ -9,7 +10,6 @@ Scoring needs torch, numpy and transformers; the figures need lm-eval, whose own
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -122,6 +122,7 @@ def metrics(tasks: Mapping[str, Any], requests: Arrays, likelihoods: np.ndarray,
     """
     from lm_eval.api.model import LM
 
+    from otaro.evaluate.results import average
     from otaro.evaluate.tasks import evaluate_task
 
     class Replay(LM):  # type: ignore[misc]
@@ -151,17 +152,6 @@ def metrics(tasks: Mapping[str, Any], requests: Arrays, likelihoods: np.ndarray,
         own_figures = {key.removesuffix(",none"): value for key, value in found.items() if key.endswith(",none")}
         figures[name] = own_figures | {"documents": found["sample_len"]}
     return figures | {"average": average(list(figures.values()))}
-
-
-def average(figures: list[dict[str, Any]]) -> dict[str, float]:
-    """The mean over tasks of acc, and of acc_norm where lm-eval has it (acc where not), with standard errors."""
-    result = {}
-    for metric in ("acc", "acc_norm"):
-        names = [metric if metric in task else "acc" for task in figures]
-        result[metric] = sum(task[name] for name, task in zip(names, figures, strict=True)) / len(figures)
-        errors = [task[f"{name}_stderr"] for name, task in zip(names, figures, strict=True)]
-        result[f"{metric}_stderr"] = math.sqrt(sum(error**2 for error in errors)) / len(figures)
-    return result
 
 
 def agreement(requests: Arrays, likelihoods: np.ndarray, others: np.ndarray) -> dict[str, float]:
@@ -199,9 +189,7 @@ def main() -> None:
         convert.simulate(model, Format(arguments.scheme))
         autocast = torch.bfloat16 if arguments.bf16 else None
         options = {"tokens_per_batch": arguments.tokens_per_batch, "autocast": autocast}
-        np.savez_compressed(
-            arguments.out, **score_widths(model, requests, arguments.precisions.split(","), **options)
-        )
+        np.savez_compressed(arguments.out, **score_widths(model, requests, arguments.precisions.split(","), **options))
         return
     from otaro.evaluate.tasks import load_tasks
 

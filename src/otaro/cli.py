@@ -23,7 +23,8 @@ from rich.table import Table
 import otaro
 from otaro.console import note, progress_bar, results, size_text
 from otaro.errors import OtaroError
-from otaro.precision import WIDEST, Precision, parse_precisions
+from otaro.evaluate import command as evaluate_command
+from otaro.precision import WIDEST, Precision
 from otaro.tune.command import EXAMPLE, tune
 
 if TYPE_CHECKING:
@@ -200,72 +201,7 @@ def generate(
     )
 
 
-@app.command(
-    "eval", epilog="Example: otaro eval smollm2-packed --text book.txt --precisions E5M8,E5M4,E5M3 --plot out.png"
-)
-def evaluate(
-    folder: PackedFolder,
-    text: Annotated[Path, typer.Option(metavar="FILE", help="The text to predict, in UTF-8.")],
-    precisions: Annotated[str, typer.Option(help="'all', or names with commas between them.")] = "all",
-    window: Annotated[
-        int | None, typer.Option(min=2, help="Tokens read at once; the model's context, at most 2048, if left out.")
-    ] = None,
-    max_windows: Annotated[int | None, typer.Option(min=1, help="Stop after this many windows of the text.")] = None,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures as JSON; '-' is stdout.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Draw perplexity against bits per weight (.png, .svg, .pdf).")
-    ] = None,
-) -> None:
-    """Measure perplexity on a text at each precision, with the model loaded once."""
-    from otaro import checkpoint
-    from otaro.evaluate import report
-    from otaro.evaluate.perplexity import default_window, perplexity_at_widths, text_tokens
-
-    packed = checkpoint.inspect(folder)
-    chosen = parse_precisions(precisions, packed.precisions)
-    content = decode_text(text.read_bytes(), str(text))
-    to_stdout = json_out == Path("-")
-    for path in (plot, None if to_stdout else json_out):
-        if path is not None and not path.parent.is_dir():
-            raise OtaroError(f"{path} cannot be written: there is no folder {path.parent}")
-    if plot is not None:
-        report.check_plot(plot)
-
-    model, tokenizer = load_model(folder, max(chosen))
-    tokens = text_tokens(tokenizer, content, str(text))
-    window = default_window(model) if window is None else window
-    if max_windows is not None:
-        tokens = tokens[: max_windows * window]
-    with progress_bar() as progress:
-        measured = perplexity_at_widths(model, tokens, chosen, window=window, progress=progress)
-    rows = [
-        report.Row(
-            width.precision,
-            packed.bits_per_weight(width.precision),
-            packed.size(width.precision),
-            width.result.perplexity,
-            width.tokens_per_second,
-        )
-        for width in measured
-    ]
-    figures = {
-        "folder": str(folder),
-        "text": str(text),
-        "window": window,
-        "windows": measured[0].result.windows,
-        "tokens": measured[0].result.tokens,
-        "results": [row.to_json() for row in rows],
-    }
-    if to_stdout:
-        print(json.dumps(figures, indent=2))
-    else:
-        results().print(report.table(rows, speed="tokens/s (prefill)"))
-        if json_out is not None:
-            report.write_json(figures, json_out)
-    if plot is not None:
-        report.write_plot(rows, plot, title=f"{packed.architecture} on {text.name}")
+app.command("eval", epilog=evaluate_command.EXAMPLE)(evaluate_command.evaluate)
 
 
 @app.command(epilog="Example: otaro demo --out smollm2-packed")

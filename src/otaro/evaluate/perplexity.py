@@ -55,6 +55,17 @@ def context_length(model: Any) -> int:
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT_WINDOW))
 
 
+def check_window(model: Any, window: int) -> None:
+    """Refuse a window that the model cannot read."""
+    if window > context_length(model):
+        raise OtaroError(f"a window of {window} tokens is longer than the model's context of {context_length(model)}")
+
+
+def exponential(cross_entropy: float) -> float:
+    """Perplexity; exp overflows a float just above 709 nats, where no finite figure is worth printing."""
+    return math.exp(cross_entropy) if cross_entropy < 700 else math.inf
+
+
 def text_tokens(tokenizer: Any, text: str, name: str = "the text") -> Tensor:
     """A text as a 1-D tensor of token ids, without special tokens."""
     if not text.strip():
@@ -90,20 +101,17 @@ def perplexity(
     `window` defaults to the model's context, at most 2048; `progress` counts windows.
     """
     window = default_window(model) if window is None else window
-    if window > context_length(model):
-        raise OtaroError(f"a window of {window} tokens is longer than the model's context of {context_length(model)}")
+    check_window(model, window)
     windows = split_windows(token_ids, window)
-    total = torch.zeros((), dtype=torch.float64)
+    losses = []
     for start in range(0, len(windows), batch_size):
         batch = windows[start : start + batch_size].to(model.device)
-        total += _summed_cross_entropy(model(input_ids=batch, use_cache=False).logits, batch)
+        losses.append(summed_cross_entropy(model(input_ids=batch, use_cache=False).logits, batch))
         if progress is not None:
             progress(description, start + len(batch), len(windows))
     predictions = windows.numel() - len(windows)
-    cross_entropy = float(total) / predictions
-    # exp overflows a float just above 709 nats; a model that far off has no finite perplexity worth printing.
-    value = math.exp(cross_entropy) if cross_entropy < 700 else math.inf
-    return PerplexityResult(value, cross_entropy, predictions, len(windows))
+    cross_entropy = math.fsum(losses) / predictions
+    return PerplexityResult(exponential(cross_entropy), cross_entropy, predictions, len(windows))
 
 
 def perplexity_at_widths(
@@ -127,8 +135,8 @@ def perplexity_at_widths(
     return results
 
 
-def _summed_cross_entropy(logits: Tensor, batch: Tensor) -> Tensor:
-    """The sum over all predictions in float64 on the CPU; each term in float32."""
+def summed_cross_entropy(logits: Tensor, batch: Tensor) -> float:
+    """The sum over all predictions in float64; each term in float32. Waits for the device."""
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
     for start in range(0, batch.shape[1] - 1, POSITIONS_PER_SLICE):
         end = min(start + POSITIONS_PER_SLICE, batch.shape[1] - 1)
@@ -136,4 +144,4 @@ def _summed_cross_entropy(logits: Tensor, batch: Tensor) -> Tensor:
             logits[:, start:end].flatten(0, 1).float(), batch[:, start + 1 : end + 1].flatten(), reduction="none"
         )
         total += losses.double().sum()
-    return total.cpu()
+    return float(total)

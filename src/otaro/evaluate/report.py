@@ -1,9 +1,8 @@
-"""What each width costs and gives: as a table, as JSON and as a plot."""
+"""What each width costs and gives: as tables, and written to files."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,8 @@ from rich.table import Table
 
 from otaro.console import size_text
 from otaro.errors import OtaroError
+from otaro.evaluate.documents import TASKS
+from otaro.evaluate.results import Evaluation, width_name
 from otaro.precision import Precision
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -30,16 +31,6 @@ class Row:
     size: int
     perplexity: float
     tokens_per_second: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "precision": str(self.precision),
-            "bits_per_weight": self.bits_per_weight,
-            "size_bytes": self.size,
-            # JSON has no infinity; a perplexity that overflows is reported as null.
-            "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
-            "tokens_per_second": self.tokens_per_second,
-        }
 
 
 def table(
@@ -76,36 +67,101 @@ def write_json(report: dict[str, Any], path: Path) -> None:
     _write_atomically(path, lambda part: part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8"))
 
 
+def width_tables(evaluation: Evaluation) -> list[Table]:
+    """For a terminal: what each width costs and gives, and the accuracy of each task."""
+    tables = [_cost_table(evaluation)]
+    if evaluation.tasks:
+        tables.append(_accuracy_table(evaluation))
+    return tables
+
+
+def _cost_table(evaluation: Evaluation) -> Table:
+    subject = evaluation.subject
+    rows: list[list[str]] = [["precision", "bits per weight", "size"]]
+    if evaluation.text:
+        rows[0] += ["perplexity"]
+        rows[0] += ["KL divergence", "same token"] if evaluation.compared else []
+        rows[0] += ["tokens/s (prefill)"] if subject.packed else []
+    if evaluation.tasks:
+        rows[0] += ["accuracy", *(["agreement"] if evaluation.compared else [])]
+    for width in subject.widths:
+        cost = subject.costs.get(width)
+        row = [width_name(width)]
+        row += ["", ""] if cost is None else [f"{cost.bits_per_weight:.2f}", size_text(cost.size)]
+        alone = width == subject.reference
+        if evaluation.text:
+            text = evaluation.text[width]
+            row.append(_perplexity_text(text.perplexity))
+            if evaluation.compared:
+                row += ["", ""] if alone else [f"{text.divergence:.4g}", percent(text.same_token)]
+            row += [f"{text.tokens_per_second:.1f}"] if subject.packed else []
+        if evaluation.tasks:
+            figures = evaluation.average(width)
+            row.append(accuracy_text(figures, "acc"))
+            row += [] if not evaluation.compared else ["" if alone else percent(figures["agreement"])]
+        rows.append(row)
+    return _table(rows)
+
+
+def _accuracy_table(evaluation: Evaluation) -> Table:
+    widths = evaluation.subject.widths
+    rows = [["accuracy, %", *map(width_name, widths)]]
+    for task, figures in evaluation.tasks.items():
+        rows.append([TASKS[task].title, *(accuracy_text(figures[width].metrics, "acc") for width in widths)])
+    averages = [evaluation.average(width) for width in widths]
+    rows.append(["average", *(accuracy_text(figures, "acc") for figures in averages)])
+    rows.append(["average of acc_norm", *(accuracy_text(figures, "acc_norm") for figures in averages)])
+    return _table(rows)
+
+
+def _table(rows: list[list[str]]) -> Table:
+    result = Table()
+    result.add_column(rows[0][0])
+    for name in rows[0][1:]:
+        result.add_column(name, justify="right")
+    for row in rows[1:]:
+        result.add_row(*row)
+    return result
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f}"
+
+
+def accuracy_text(figures: Mapping[str, float | None], metric: str) -> str:
+    """A metric in per cent with its standard error, or nothing where lm-eval does not have it."""
+    if metric not in figures:
+        return ""
+    error = figures[f"{metric}_stderr"]
+    return percent(figures[metric]) + ("" if error is None else f" ±{percent(error)}")
+
+
 def check_plot(path: Path) -> None:
     """Refuse a plot that could not be drawn, before hours are spent on its figures."""
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise OtaroError(f"{path} cannot be drawn: name a file that ends in {', '.join(PLOT_SUFFIXES)}")
+    check_matplotlib()
+
+
+def check_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise OtaroError("plots need matplotlib: install it with pip install 'otaro-llm[plot]'")
 
 
-def write_plot(rows: Sequence[Row], path: Path, *, title: str) -> None:
-    """Perplexity against bits per weight, one point for each width."""
-    check_plot(path)
-    from matplotlib.figure import Figure
+def write_plot(evaluation: Evaluation, path: Path) -> None:
+    """All plots of an evaluation side by side in one file."""
+    from otaro.evaluate.plots import draw
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    drawn = sorted((row for row in rows if math.isfinite(row.perplexity)), key=lambda row: row.bits_per_weight)
-    axes.plot([row.bits_per_weight for row in drawn], [row.perplexity for row in drawn], marker="o")
-    for row in drawn:
-        axes.annotate(
-            f"{row.precision}\n{row.perplexity:.2f}",
-            (row.bits_per_weight, row.perplexity),
-            xytext=(6, 6),
-            textcoords="offset points",
-        )
-    axes.set_xlabel("bits per weight")
-    axes.set_ylabel("perplexity")
-    axes.set_title(title)
-    axes.margins(x=0.1, y=0.15)
-    axes.grid(alpha=0.3)
+    figure = draw(evaluation)
     _write_atomically(path, lambda part: figure.savefig(part, dpi=150, format=path.suffix[1:].lower()))
+
+
+def write_page(evaluation: Evaluation, path: Path) -> None:
+    """The whole evaluation as one HTML file that needs no other."""
+    from otaro.evaluate.page import render
+
+    text = render(evaluation)
+    _write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:

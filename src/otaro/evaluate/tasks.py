@@ -6,7 +6,6 @@ lm-eval's `custom_dataset`; prompts, choices, targets and metrics are untouched.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -59,7 +58,8 @@ def load_tasks(names: Sequence[str], source: str) -> dict[str, Any]:
     check_lm_eval()
     # Folders first: a broken line should not have to wait for lm-eval's seconds of importing.
     documents = {name: read_documents(name, source) for name in names}
-    tasks: Any = importlib.import_module("lm_eval.tasks")
+    from lm_eval import tasks
+
     folders = [Path(tasks.__file__).parent / folder for folder in TASK_FOLDERS]
     with quiet_lm_eval():
         manager = tasks.TaskManager(include_defaults=False, include_path=folders)
@@ -96,7 +96,8 @@ def evaluate_task(model: Any, task: Any, limit: int | None = None) -> tuple[dict
 
     That one writes down the machine at every call, which takes it several seconds; this is the part that evaluates.
     """
-    evaluator: Any = importlib.import_module("lm_eval.evaluator")
+    from lm_eval import evaluator
+
     name = task.config.task
     with quiet_lm_eval():
         result = evaluator.evaluate(model, {"tasks": {name: task}}, limit=limit)
@@ -107,8 +108,8 @@ def evaluate_task(model: Any, task: Any, limit: int | None = None) -> tuple[dict
 def quiet_lm_eval() -> Iterator[None]:
     """Keep lm-eval and datasets from logging, warning and drawing bars: what matters is said by us."""
     import datasets
+    from lm_eval.api import task as task_module
 
-    task_module: Any = importlib.import_module("lm_eval.api.task")
     bar, task_module.tqdm = task_module.tqdm, _no_bar
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()

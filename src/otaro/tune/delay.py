@@ -94,8 +94,12 @@ class DelayedOptimizer(Optimizer):
         if self.held < self.delay:
             return
         for parameter in list(self._buffer):
-            gradient = self._buffer.pop(parameter).to(parameter.dtype)
-            parameter.grad = gradient.div_(self.delay) if self.apply == "mean" else gradient
+            held = self._buffer.pop(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            parameter.grad.copy_(held)
+            if self.apply == "mean":
+                parameter.grad.div_(self.delay)
         self._count(0)
         self.optimizer.step()
 

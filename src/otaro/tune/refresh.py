@@ -1,7 +1,8 @@
 """Making the values of all weights at once, at the start of an update, where a GPU can do it in one launch.
 
 One launch per layer and operation would cost more than the arithmetic of a small model. The values are written into
-buffers of the type the model computes in, which are kept from update to update: layers find them in `values`.
+buffers of the type the model computes in, one to a weight, which are kept from update to update: layers find them in
+`values`, and a captured CUDA graph finds them where they were.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Refresher:
         kinds = (FakeSefpLinear, FakeSefpEmbedding)
         self._layers = [module for module in model.modules() if isinstance(module, kinds)]
         self._dtype = dtype
+        self._results: dict[int, torch.Tensor] = {}
         self._batches: dict[tuple[object, ...], object] = {}
 
     def __call__(self) -> None:
@@ -65,7 +67,10 @@ class Refresher:
         key = (format, *(weight.data_ptr() for weight in weights))
         batch = self._batches.get(key)
         if not isinstance(batch, gpu.Batch):
-            results = [torch.empty_like(weight, dtype=self._dtype or dtype) for weight in weights]
+            for weight in weights:
+                if weight.data_ptr() not in self._results:
+                    self._results[weight.data_ptr()] = torch.empty_like(weight, dtype=self._dtype or dtype)
+            results = [self._results[weight.data_ptr()] for weight in weights]
             batch = gpu.prepare(weights, results, format.group_size)
             self._batches[key] = batch
         gpu.run(batch, width, format)

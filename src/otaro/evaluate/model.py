@@ -1,0 +1,197 @@
+"""A model under evaluation: loaded once, measured at every width.
+
+A packed folder runs as it is deployed. Any other model is simulated: its layers pass their weights through the format,
+which gives the very values the packed model would decode, and at no width at all it is the model in full precision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.initialization import no_init_weights
+
+from otaro import convert
+from otaro.checkpoint import PackedFolder
+from otaro.checkpoint.folder import Progress
+from otaro.checkpoint.layout import QUANT_METHOD, Entry, Layout, total_bytes
+from otaro.errors import OtaroError
+from otaro.evaluate.results import Width
+from otaro.generate import load_tokenizer
+from otaro.hf import load
+from otaro.precision import Precision, parse_precisions
+from otaro.sefp import Format
+from otaro.sources import Source, open_source
+from otaro.sources.base import quiet
+from otaro.sources.folder import EXTRAS
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a width takes, packed; `size` is in bytes of weight files."""
+
+    bits_per_weight: float
+    size: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model that can be set to any of `widths`, the first of which the others are compared with."""
+
+    label: str
+    architecture: str
+    packed: bool
+    model: Any
+    tokenizer: Any
+    widths: list[Width]
+    reference: Width
+    costs: dict[Width, Cost]
+    layout: Layout
+    identity: str
+    """A digest of everything that decides what the model answers: weights, config, tokenizer, format, arithmetic."""
+
+    def set_width(self, width: Width) -> None:
+        if width is not None:
+            convert.set_precision(self.model, width)
+            return
+        for layer in convert.sefp_layers(self.model).values():
+            layer.precision = None
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of that name; without one a GPU, if there is one."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OtaroError(f"device {name!r} cannot be used here: choose cpu, cuda or cuda:1") from error
+    return device
+
+
+def open_subject(model: str, precisions: str, device: torch.device, progress: Progress | None = None) -> Subject:
+    """Load a packed folder, or any model that can be packed, to be measured at `precisions`."""
+    folder = Path(model).expanduser()
+    if is_packed(folder):
+        return _open_packed(folder, precisions, device, progress)
+    widths = parse_precisions(precisions)
+    with open_source(model) as source:
+        return _open_plain(source, widths, device, progress)
+
+
+def is_packed(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    described = config.get("quantization_config") if isinstance(config, dict) else None
+    return isinstance(described, dict) and described.get("quant_method") == QUANT_METHOD
+
+
+def _open_packed(folder: Path, precisions: str, device: torch.device, progress: Progress | None) -> Subject:
+    packed = PackedFolder(folder)
+    info = packed.info()
+    widths = parse_precisions(precisions, info.precisions)
+    model = load(folder, max(widths), device=device, progress=progress)
+    return Subject(
+        label=folder.resolve().name,
+        architecture=info.architecture,
+        packed=True,
+        model=model,
+        tokenizer=load_tokenizer(folder),
+        widths=list(widths),
+        reference=max(widths),
+        costs={width: Cost(info.bits_per_weight(width), info.size(width)) for width in widths},
+        layout=packed.layout,
+        identity=_identity(packed.pack, folder, packed.layout, model),
+    )
+
+
+def _open_plain(
+    source: Source, widths: Sequence[Precision], device: torch.device, progress: Progress | None
+) -> Subject:
+    layout = Layout(Format())
+    weights = hashlib.sha256()
+    with tempfile.TemporaryDirectory(prefix="otaro-tokenizer-") as extras:
+        tokenizer = _save_tokenizer(source, Path(extras))
+        model = _load_plain(source, device, weights.update, progress)
+        convert.simulate(model, layout.format, layout.embedding_floor)
+        return Subject(
+            label=source.label,
+            architecture=type(source.model).__name__,
+            packed=False,
+            model=model,
+            tokenizer=tokenizer,
+            widths=[None, *widths],
+            reference=None,
+            costs=_costs(source, layout, widths),
+            layout=layout,
+            identity=_identity(weights.hexdigest(), Path(extras), layout, model),
+        )
+
+
+def source_tokenizer(source: Source) -> Any:
+    """The tokenizer of a source, whatever form it has there."""
+    with tempfile.TemporaryDirectory(prefix="otaro-tokenizer-") as folder:
+        return _save_tokenizer(source, Path(folder))
+
+
+def _save_tokenizer(source: Source, folder: Path) -> Any:
+    source.save_extras(folder)
+    (folder / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
+    try:
+        return load_tokenizer(folder)
+    except OtaroError as error:
+        raise OtaroError(f"{source.label} has no tokenizer that can be read: add its files to the model") from error
+
+
+def _load_plain(
+    source: Source, device: torch.device, update: Callable[[bytes], object], progress: Progress | None
+) -> Any:
+    """The source's model, in the type that a packed one would compute in; `update` sees the bytes of every weight."""
+    dtype = torch.float32 if device.type == "cpu" else getattr(torch, source.config["dtype"])
+    with quiet(), no_init_weights():
+        model = type(source.model)(source.model.config).to(dtype)
+    state = model.state_dict()
+    with torch.no_grad():
+        for number, spec in enumerate(source.tensors, 1):
+            weight = source.read(spec)
+            update(spec.name.encode() + _bytes(weight))
+            state[spec.name].copy_(weight)
+            if progress is not None:
+                progress(f"reading {spec.name}", number, len(source.tensors))
+    model.tie_weights()
+    return model.to(device).eval()
+
+
+def _bytes(weight: Tensor) -> bytes:
+    return weight.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _costs(source: Source, layout: Layout, widths: Sequence[Precision]) -> dict[Width, Cost]:
+    """What the widths would take if the model were packed."""
+    targets = convert.find_targets(source.model, layout.embedding_floor)
+    packed = [Entry(target.name, target.shape, torch.uint8, target.floor) for target in targets.values()]
+    rest = [Entry(spec.name, spec.shape, spec.dtype) for spec in source.tensors if spec.name not in targets]
+    weights = sum(torch.Size(entry.shape).numel() for entry in packed)
+    costs: dict[Width, Cost] = {}
+    for width in widths:
+        size = total_bytes(packed, layout.format, width)
+        costs[width] = Cost(8 * size / weights, size + total_bytes(rest, layout.format, width))
+    return costs
+
+
+def _identity(weights: str, folder: Path, layout: Layout, model: Any) -> str:
+    digest = hashlib.sha256(f"{weights} {layout.to_json()} {model.dtype} {model.device.type}".encode())
+    paths = {path for pattern in ("config.json", *EXTRAS) for path in folder.glob(pattern) if path.is_file()}
+    for path in sorted(paths):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
