@@ -117,10 +117,23 @@ class Lab:
         logits = self.model.lm_head(hidden[:, :-1]).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
+    def hidden(self, ids: Tensor) -> Tensor:
+        """The last hidden states of a Llama-like model, layer by layer.
+
+        The model's own forward builds an explicit attention mask while a CUDA graph is captured, and is slower with it.
+        """
+        inner = self.model.model
+        hidden = inner.embed_tokens(ids)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        rotary = inner.rotary_emb(hidden, position_ids=positions)
+        for layer in inner.layers:
+            hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+        return inner.norm(hidden)
+
     def _compute(self, ids: Tensor, teacher: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
         """Add the gradient of a pass to the parameters'; its cross entropy and its predictions."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half is not None, cache_enabled=False):
-            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = self.hidden(ids)
             loss, cross_entropy, logits = self.loss(hidden, ids, teacher, step.labels, step.teacher)
         (loss * step.weight).backward()
         return cross_entropy, logits.detach()
@@ -262,7 +275,7 @@ class Lab:
             self.use(width, self.measured, format)
             total = torch.zeros((), dtype=torch.float64, device=self.device)
             for chunk in windows.split(batch):
-                hidden = self.model.model(input_ids=chunk, use_cache=False).last_hidden_state
+                hidden = self.hidden(chunk)
                 total += self.score(hidden, chunk).double()
             result["full" if width is None else str(width)] = math.exp(float(total) / (len(windows) * (window - 1)))
         return result

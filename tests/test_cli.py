@@ -181,14 +181,13 @@ def test_pack_refuses_bad_settings(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["info", "verify", "generate", "cut", "eval"])
+@pytest.mark.parametrize("command", ["info", "verify", "generate", "cut"])
 def test_folders_that_are_not_packed_are_refused(
     run: Any, tiny_llama: Path, text_file: Path, tmp_path: Path, command: str
 ) -> None:
     rest: dict[str, tuple[str | Path, ...]] = {
         "generate": ("--prompt", "hello"),
         "cut": (tmp_path / "out", "--precision", "E5M3"),
-        "eval": ("--text", text_file),
     }
     for folder in (tmp_path / "nowhere", text_file, tiny_llama):
         refused(run(command, folder, *rest.get(command, ())), folder.name)
