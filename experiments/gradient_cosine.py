@@ -188,7 +188,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
         curves.plot(names, np.where(row > 1 - 1e-12, np.nan, row), marker="o", color=colour, label=name)
     curves.set_xlabel("compared with the gradient at")
     curves.set_ylabel("cosine")
-    curves.set_title(f"Each width against all others (float32 rounding: 1 - cosine = {result['floor']:.0e})")
+    curves.set_title(f"Each width against all others (rounding: {result['floor']:.0e} below 1)")
     curves.legend(fontsize=8, title="gradient at")
     curves.grid(alpha=0.3)
 

@@ -138,6 +138,21 @@ def test_the_mean_divides_by_the_delay() -> None:
     assert float(tensor.detach()) == 9.0
 
 
+def test_gradients_may_be_held_in_fewer_bits() -> None:
+    tensor = torch.nn.Parameter(torch.tensor([10.0, 10.0]))
+    optimizer = delayed([tensor], "sgd", delay=2, apply="mean", dtype=torch.bfloat16)
+    for gradient in (1.0 + 2**-9, 3.0):
+        tensor.grad = torch.tensor([gradient, gradient])
+        optimizer.width = M3
+        optimizer.step()
+        if optimizer.held:
+            assert optimizer.state_dict()["state"][0]["held_gradient"].dtype == torch.bfloat16
+    # 1 + 2^-9 is 1 in bfloat16; the update itself is in float32: 10 − 0.5·(1 + 3)/2.
+    assert tensor.grad is not None
+    assert tensor.grad.dtype == torch.float32
+    assert tensor.tolist() == [9.0, 9.0]
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_held_batch_changes_nothing(kind: str) -> None:
     tensors = parameters()
