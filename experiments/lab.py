@@ -1,10 +1,10 @@
 """A fast plain-torch tuning loop for trying ideas: many runs in one process over one compiled model.
 
-The product's loop is `otaro.tune.trainer.OtaroTrainer`. This one exists so that an idea costs seconds on a GPU and a few
-lines here, and does not leave options behind in the product when it is dropped. The parts it is made of (simulated
+The product's loop is `otaro.tune.trainer.OtaroTrainer`. This one exists so that an idea costs seconds on a GPU and a
+few lines here, and does not leave options behind in the product when it is dropped. The parts it is made of (simulated
 layers, one-launch quantising, LAA) are the product's.
 
-An update goes through one batch in one or more passes; each pass has a width and a loss. Gradients of the passes add up.
+An update goes through one batch in one or more passes; each pass has a width and a loss. Gradients of passes add up.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.refresh import Refresher
+
+PLAIN = Format()
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Idea:
 
     plan: Callable[[int, int, dict[Precision | None, float]], Sequence[Pass]]
     learning_rate: float = 3e-5
-    format: Format = Format()
+    format: Format = PLAIN
     warm_up: float = 0.03
     betas: tuple[float, float] = (0.9, 0.999)
     clip: float = 1.0

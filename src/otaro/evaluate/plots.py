@@ -12,7 +12,7 @@ from otaro.evaluate.documents import TASKS
 from otaro.evaluate.results import Evaluation, width_name
 from otaro.precision import Precision
 
-PANEL = (5.6, 4.2)
+PANEL = (6.4, 4.2)
 """Inches."""
 
 
@@ -71,7 +71,8 @@ class _Panel:
             if None in values:
                 axes.axhline(values[None], linestyle="--", linewidth=1, color=color, alpha=0.6)
         if len(self._lines) > 1:
-            axes.legend(fontsize="small")
+            # Beside the axes, where no line can run under it.
+            axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
         self._label_widths(axes, self._widths)
         axes.set_ylabel(self._unit)
         axes.set_title(self.title)
@@ -87,7 +88,7 @@ class _Panel:
 
 def _panels(evaluation: Evaluation) -> list[_Panel]:
     panels = []
-    reference = width_name(evaluation.subject.reference)
+    reference = "full precision" if evaluation.subject.reference is None else str(evaluation.subject.reference)
     compared = {width for width in evaluation.subject.widths if width != evaluation.subject.reference}
     if evaluation.text:
         panel = _Panel(evaluation, "Perplexity", "perplexity (lower is better)")
@@ -108,7 +109,7 @@ def _panels(evaluation: Evaluation) -> list[_Panel]:
             panel.add(TASKS[task].title, *_percent({width: figures[width].metrics for width in figures}, "acc"))
         panels.append(panel)
         if compared:
-            panel = _Panel(evaluation, f"Answers chosen as {reference} chooses", "%")
+            panel = _Panel(evaluation, f"Same answers as {reference}", "%")
             for task in evaluation.tasks:
                 panel.add(TASKS[task].title, {width: 100 * evaluation.agreement(task, width) for width in compared})
             panels.append(panel)

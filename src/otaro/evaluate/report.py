@@ -68,59 +68,54 @@ def write_json(report: dict[str, Any], path: Path) -> None:
 
 
 def width_tables(evaluation: Evaluation) -> list[Table]:
-    """For a terminal: what each width costs and gives, and the accuracy of each task."""
-    tables = [_cost_table(evaluation)]
-    if evaluation.tasks:
-        tables.append(_accuracy_table(evaluation))
-    return tables
+    """For a terminal: what each width costs and how it predicts a text, and the accuracy on each task."""
+    return [_cost_table(evaluation), *([_accuracy_table(evaluation)] if evaluation.tasks else [])]
 
 
 def _cost_table(evaluation: Evaluation) -> Table:
     subject = evaluation.subject
-    rows: list[list[str]] = [["precision", "bits per weight", "size"]]
+    compared, timed = evaluation.compared, subject.packed
+    header = ["precision", "bits per\nweight", "size"]
     if evaluation.text:
-        rows[0] += ["perplexity"]
-        rows[0] += ["KL divergence", "same token"] if evaluation.compared else []
-        rows[0] += ["tokens/s (prefill)"] if subject.packed else []
-    if evaluation.tasks:
-        rows[0] += ["accuracy", *(["agreement"] if evaluation.compared else [])]
+        header += ["perplexity", *(["KL\ndivergence", "same\ntoken, %"] if compared else [])]
+        header += ["tokens/s\n(prefill)"] if timed else []
+    result = Table(header[0])
+    for name in header[1:]:
+        result.add_column(name, justify="right", no_wrap=True)
     for width in subject.widths:
         cost = subject.costs.get(width)
         row = [width_name(width)]
         row += ["", ""] if cost is None else [f"{cost.bits_per_weight:.2f}", size_text(cost.size)]
-        alone = width == subject.reference
         if evaluation.text:
             text = evaluation.text[width]
             row.append(_perplexity_text(text.perplexity))
-            if evaluation.compared:
+            if compared:
+                alone = width == subject.reference
                 row += ["", ""] if alone else [f"{text.divergence:.4g}", percent(text.same_token)]
-            row += [f"{text.tokens_per_second:.1f}"] if subject.packed else []
-        if evaluation.tasks:
-            figures = evaluation.average(width)
-            row.append(accuracy_text(figures, "acc"))
-            row += [] if not evaluation.compared else ["" if alone else percent(figures["agreement"])]
-        rows.append(row)
-    return _table(rows)
+            row += [f"{text.tokens_per_second:.1f}"] if timed else []
+        result.add_row(*row)
+    return result
 
 
 def _accuracy_table(evaluation: Evaluation) -> Table:
-    widths = evaluation.subject.widths
-    rows = [["accuracy, %", *map(width_name, widths)]]
+    subject = evaluation.subject
+    result = Table("accuracy, %")
+    for width in subject.widths:
+        result.add_column(width_name(width), justify="right")
     for task, figures in evaluation.tasks.items():
-        rows.append([TASKS[task].title, *(accuracy_text(figures[width].metrics, "acc") for width in widths)])
-    averages = [evaluation.average(width) for width in widths]
-    rows.append(["average", *(accuracy_text(figures, "acc") for figures in averages)])
-    rows.append(["average of acc_norm", *(accuracy_text(figures, "acc_norm") for figures in averages)])
-    return _table(rows)
-
-
-def _table(rows: list[list[str]]) -> Table:
-    result = Table()
-    result.add_column(rows[0][0])
-    for name in rows[0][1:]:
-        result.add_column(name, justify="right")
-    for row in rows[1:]:
-        result.add_row(*row)
+        result.add_row(TASKS[task].title, *(accuracy_text(figures[width].metrics, "acc") for width in subject.widths))
+    result.add_section()
+    averages = [evaluation.average(width) for width in subject.widths]
+    result.add_row("average", *(accuracy_text(figures, "acc") for figures in averages))
+    result.add_row("average of acc_norm", *(accuracy_text(figures, "acc_norm") for figures in averages))
+    if evaluation.compared:
+        result.add_row(
+            f"answers as {width_name(subject.reference)}",
+            *(
+                "" if width == subject.reference else percent(figures["agreement"])
+                for width, figures in zip(subject.widths, averages, strict=True)
+            ),
+        )
     return result
 
 

@@ -66,6 +66,7 @@ def measure_tasks(
     """Every task at every width, into the evaluation; what `parts` hold is not measured again."""
     subject = evaluation.subject
     scorer = Scorer(subject.model, subject.tokenizer, batch_size)
+    number, total = 0, len(tasks) * len(subject.widths)
     for task_name, task in tasks.items():
         scorer.encoded.clear()
         documents = _digest_documents(task)
@@ -81,10 +82,12 @@ def measure_tasks(
                 "documents": documents,
                 "versions": [otaro.__version__, lm_eval.__version__],
             }
+            number += 1
             value = parts.get(**key)
             if value is None:
                 subject.set_width(width)
-                value = _measure(scorer, task, limit, f"{task_name} at {width_name(width)}", progress)
+                description = f"{task_name} at {width_name(width)} ({number} of {total})"
+                value = _measure(scorer, task, limit, description, progress)
                 parts.add(value, **key)
             evaluation.tasks[task_name][width] = TaskFigures(**value)
 

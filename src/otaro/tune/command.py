@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -185,6 +184,7 @@ def run(
     resume: bool,
 ) -> None:
     """Tune, measure and write; `args` says where checkpoints go."""
+    from otaro.evaluate.model import source_tokenizer
     from otaro.evaluate.perplexity import context_length
     from otaro.evaluate.report import write_json
     from otaro.sources import open_source
@@ -203,7 +203,7 @@ def run(
         raise OtaroError(f"there is no checkpoint in {work} to go on from: start without --resume")
     first = _is_first()
     with open_source(model) as source, progress_bar() if first else nullcontext(_silence) as progress:
-        tokenizer = read_tokenizer(source)
+        tokenizer = source_tokenizer(source)
         layout: Any = "padded" if padded else "packed"
         longest = context_length(source.model)
         blocks = load_blocks(data, tokenizer, sequence_length, longest=longest, layout=layout)
@@ -254,19 +254,6 @@ def run(
 
 def _silence(description: str, done: int, total: int) -> None:
     """Progress that nobody sees."""
-
-
-def read_tokenizer(source: Any) -> Any:
-    """The tokenizer of a source, whatever form it has there."""
-    from otaro.generate import load_tokenizer
-
-    with tempfile.TemporaryDirectory(prefix="otaro-tokenizer-") as folder:
-        source.save_extras(Path(folder))
-        (Path(folder) / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
-        try:
-            return load_tokenizer(folder)
-        except OtaroError as error:
-            raise OtaroError(f"{source.label} has no tokenizer that can be read: add its files to the model") from error
 
 
 def eval_tokens(tokenizer: Any, text: tuple[str, bytes], window: int, windows: int) -> Any:

@@ -12,7 +12,8 @@ Decided here, where the paper is silent:
   and a mean give much the same step, but the sum leaves N² as much in the second moment, which shrinks the steps of
   all other widths for as long as it remembers.
 - A buffer that is not full when training ends is dropped, as in the paper's algorithm.
-- The buffer costs one more copy of the gradients. Where they were computed in 16 bits it holds no more than that, `dtype`.
+- The buffer costs one more copy of the gradients. Where they were computed in 16 bits it holds no more than that, if
+  `dtype` says so.
 
 In a checkpoint the buffer lies beside the wrapped optimizer's own state of each parameter, and the count in its
 parameter groups: distributed checkpoints (FSDP) know these two places and no other.
