@@ -66,6 +66,19 @@ def test_from_a_folder_to_a_folder(
     assert before == after
 
 
+def test_early_stopping(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tuned"
+    watch = ("--eval-text", book, "--eval-windows", 2, "--save-steps", 3, "--early-stopping", 2)
+    command(tiny_llama, out, *short(book, 60), *watch, "--learning-rate", 0)
+    # Without a step it never gets better than at the first checkpoint: two more end the run.
+    assert json.loads((out / "tune.json").read_text())["updates"] == 9
+
+
+def test_early_stopping_needs_a_text(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
+    with pytest.raises(OtaroError, match="--eval-text"):
+        command(tiny_llama, tmp_path / "tuned", *short(book), "--early-stopping", 2)
+
+
 def test_what_was_measured_is_what_is_packed(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
     from otaro.evaluate.perplexity import perplexity_at_widths, text_tokens
 

@@ -204,6 +204,26 @@ def test_evaluation_goes_over_every_width(tmp_path: Path) -> None:
     assert metrics["eval_loss"] == pytest.approx(sum(losses) / 6)
 
 
+def test_the_best_weights_are_kept(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path,
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=3,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        learning_rate=1.0,
+        save_total_limit=1,
+    )
+    run = OtaroTrainer(random_model("llama"), args, train_dataset=Blocks(), eval_dataset=Blocks(4))
+    run.train()
+    losses = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+    assert min(losses) < losses[-1]
+    assert run.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-5)
+
+
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path: Path) -> None:
     run = trainer(tmp_path, save_strategy="steps", save_steps=4, method="fixed:E5M3")
     compute = run.compute_loss

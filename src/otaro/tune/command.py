@@ -99,6 +99,15 @@ def tune(
     save_steps: Annotated[
         int, typer.Option(min=1, help="Updates between checkpoints.")
     ] = DEFAULT_STEPS_BETWEEN_CHECKPOINTS,
+    early_stopping: Annotated[
+        int | None,
+        typer.Option(
+            metavar="CHECKPOINTS",
+            min=1,
+            help="Stop when the loss on --eval-text, a mean over the widths, got no better over this many checkpoints; "
+            "the best one is kept.",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped or killed.")] = False,
     seed: Annotated[int, typer.Option(help="Decides the order of the data and random widths.")] = 0,
     report_to: Annotated[str, typer.Option(help="Also report to tensorboard, wandb or another such tool.")] = "none",
@@ -113,6 +122,8 @@ def tune(
         raise OtaroError(f"{out} exists already: choose another name or delete it first")
     if not out.absolute().parent.is_dir():
         raise OtaroError(f"{out.absolute().parent} is not a folder: create it first")
+    if early_stopping is not None and eval_text is None:
+        raise OtaroError("early stopping watches the loss on a text: give it with --eval-text")
     given: dict[str, Any] = {
         "method": method,
         "learning_rate": learning_rate,
@@ -142,6 +153,11 @@ def tune(
         save_strategy="steps",
         save_steps=save_steps,
         save_total_limit=1,
+        eval_strategy="no" if early_stopping is None else "steps",
+        eval_steps=save_steps,
+        load_best_model_at_end=early_stopping is not None,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
         seed=seed,
         report_to=report_to,
         logging_steps=10 if report_to != "none" else 500,
@@ -159,6 +175,7 @@ def tune(
         lora=lora,
         eval_text=None if text is None else (str(eval_text), text),
         eval_windows=eval_windows,
+        early_stopping=early_stopping,
         resume=resume,
     )
     if _is_first():
@@ -182,15 +199,18 @@ def run(
     eval_text: tuple[str, bytes] | None,
     eval_windows: int,
     resume: bool,
+    early_stopping: int | None = None,
 ) -> None:
     """Tune, measure and write; `args` says where checkpoints go."""
+    from transformers import EarlyStoppingCallback
+
     from otaro.evaluate.model import source_tokenizer
     from otaro.evaluate.perplexity import context_length
     from otaro.evaluate.report import write_json
     from otaro.sources import open_source
     from otaro.tune import report
     from otaro.tune.callbacks import LOG_NAME, read_log
-    from otaro.tune.data import load_blocks, make_collator
+    from otaro.tune.data import load_blocks, make_collator, text_blocks
     from otaro.tune.model import add_adapters, load_model, merge_adapters, save_model
     from otaro.tune.resume import checkpoints, last_complete
     from otaro.tune.trainer import OtaroTrainer
@@ -212,13 +232,19 @@ def run(
             raise OtaroError("adapters cannot be merged into sharded weights: use LoRA with DDP, not with FSDP")
         if lora is not None:
             network = add_adapters(network, args.format, args.floor, rank=lora)
+        measured = None if eval_text is None else eval_tokens(tokenizer, eval_text, sequence_length, eval_windows)
         trainer = OtaroTrainer(
-            network, args, progress=progress, train_dataset=blocks, data_collator=make_collator(tokenizer)
+            network,
+            args,
+            progress=progress,
+            train_dataset=blocks,
+            eval_dataset=None if measured is None else text_blocks(measured, sequence_length),
+            data_collator=make_collator(tokenizer),
+            callbacks=[] if early_stopping is None else [EarlyStoppingCallback(early_stopping)],
         )
         left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""
         if first:
             note(f"{len(blocks)} sequences, {blocks.tokens} tokens{left_out}")
-        measured = None if eval_text is None else eval_tokens(tokenizer, eval_text, sequence_length, eval_windows)
         before = measure_before(trainer, work, measured, sequence_length, progress)
         trainer.train(found)
         if trainer.interrupted:

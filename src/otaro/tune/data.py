@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from otaro.errors import OtaroError
+from otaro.evaluate.perplexity import split_windows
 
 IGNORED = -100
 """The label of a token that is not predicted, as transformers has it."""
@@ -82,6 +83,12 @@ def load_blocks(
     if layout == "packed":
         return _pack(tokens, length, named)
     return _one_each(tokens, length, named)
+
+
+def text_blocks(token_ids: Tensor, length: int) -> Blocks:
+    """A text to be measured on, in the windows that perplexity is measured in."""
+    ids = split_windows(token_ids, length).tolist()
+    return Blocks(ids, ids)
 
 
 def _pack(tokens: Iterable[tuple[list[int], list[int]]], length: int, named: str) -> Blocks:
