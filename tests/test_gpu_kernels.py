@@ -34,6 +34,19 @@ weight = hard_weight(130, torch.float32).reshape(4, 5, 130)
 narrow = torch.empty_like(weight, dtype=torch.float16)
 gpu.run(gpu.prepare([weight], [narrow], 64), Precision.E5M4, sefp.Format())
 assert torch.equal(narrow, sefp.decode(sefp.encode(weight, Precision.E5M4), torch.float16))
+for format in FORMATS:
+    if format.scheme == "nested":
+        weight = hard_weight(70, torch.float32)
+        generator = torch.Generator().manual_seed(1)
+        scale = weight.abs().amax(-1, keepdim=True).clamp(max=1e30)
+        narrow, wide = (weight + 0.2 * scale * torch.randn(weight.shape, generator=generator) for _ in range(2))
+        both = [(Precision.E5M3, narrow), (Precision.E5M4, wide)]
+        for tiers, precisions in ((both, (3, 4, 5, 8)), (both[1:], (4, 8))):
+            for precision in map(Precision.from_mantissa, precisions):
+                result = gpu.quantize(weight, precision, format, tiers)
+                expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, tiers))
+                assert torch.equal(bits(result), bits(expected)), (format, precision)
+                compared += 1
 print(compared)
 """
 
@@ -46,4 +59,4 @@ def test_every_format_in_the_interpreter() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False, timeout=600
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == 28 * 2 * 3 * 2
+    assert int(run.stdout) == 28 * 2 * 3 * 2 + 20 * 6

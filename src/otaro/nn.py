@@ -13,6 +13,8 @@ and pass them through the format on their way into the product; gradients go str
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -23,7 +25,7 @@ from otaro import ops
 from otaro.errors import PrecisionError
 from otaro.packing import Planes, plane_shapes
 from otaro.precision import NARROWEST, Precision
-from otaro.sefp import Format
+from otaro.sefp import Format, Tiers
 
 BASE, EXPONENT, POLARITY = "sefp_base", "sefp_exponent", "sefp_polarity"
 
@@ -203,29 +205,32 @@ class FakeSefp(nn.Module):
     precision: Precision | None = None
     values: Tensor | None = None
     """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`."""
+    tiers: Mapping[str, Tiers] = MappingProxyType({})
+    """For each weight by its name the tiers that decide its narrow widths: see `otaro.tune.tiers`."""
 
     @property
     def width(self) -> Precision | None:
         """The width in use: the one asked for, or the floor."""
         return None if self.precision is None else max(self.precision, self.floor)
 
-    def simulate(self, weight: Tensor, *, transposed: bool = False) -> Tensor:
+    def simulate(self, weight: Tensor, tiers: Tiers = (), *, transposed: bool = False) -> Tensor:
         """The weight as the packed layer would have it."""
-        if self.values is not None:
-            return ops.straight_through(weight, self.values)
         precision = self.width
         if precision is None:
             return weight
+        if self.values is not None:
+            return ops.straight_through(ops.deciding(weight, precision, tiers), self.values)
         if transposed:
-            return ops.fake_quantize(weight.transpose(-1, -2), precision, self.format).transpose(-1, -2)
-        return ops.fake_quantize(weight, precision, self.format)
+            turned = [(width, tier.transpose(-1, -2)) for width, tier in tiers]
+            return ops.fake_quantize(weight.transpose(-1, -2), precision, self.format, turned).transpose(-1, -2)
+        return ops.fake_quantize(weight, precision, self.format, tiers)
 
 
 class FakeSefpLinear(FakeSefp, nn.Linear):
     """A linear layer that computes with its weight's SEFP values and trains the weight itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.simulate(self.weight), self.bias)
+        return functional.linear(x, self.simulate(self.weight, self.tiers.get("weight", ())), self.bias)
 
 
 class FakeSefpEmbedding(FakeSefp, nn.Embedding):
@@ -234,10 +239,12 @@ class FakeSefpEmbedding(FakeSefp, nn.Embedding):
     scale: float | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
+        tiers = self.tiers.get("weight", ())
         if self.values is not None:
-            values = functional.embedding(ids, self.simulate(self.weight), self.padding_idx)
+            values = functional.embedding(ids, self.simulate(self.weight, tiers), self.padding_idx)
         else:  # rows are quantised one by one, so those that are looked up are enough
-            values = self.simulate(functional.embedding(ids, self.weight, self.padding_idx))
+            rows = [(width, functional.embedding(ids, tier, self.padding_idx)) for width, tier in tiers]
+            values = self.simulate(functional.embedding(ids, self.weight, self.padding_idx), rows)
         return values if self.scale is None else values * torch.tensor(self.scale, dtype=values.dtype)
 
 
@@ -254,7 +261,8 @@ class FakeSefpExperts(FakeSefp):
         if values is None or name not in self.fused:
             return value
         if name not in values:
-            values[name] = self.simulate(cast(Tensor, value), transposed=self.fused[name])
+            tiers = self.tiers.get(name, ())
+            values[name] = self.simulate(cast(Tensor, value), tiers, transposed=self.fused[name])
         return values[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -25,11 +25,16 @@ polarity            a bit per group. The group is negated where that makes its l
 exponent_by_error   E or E-1, whichever leaves the smaller squared error over the group at the width named. The error
                     is counted in whole 1/256ths of s_8, so that every implementation decides alike.
 
+Training may give narrow widths weights of their own (see :mod:`otaro.tune.tiers`): `tiers` are then such weights, each
+with the width down to which it decides the bits. A tier decides within the cell that the narrower ones chose, so that
+all of them are still prefixes of one code; exponent and polarity come from the weight itself.
+
 Every fast path is tested against this file bit for bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -40,6 +45,8 @@ from otaro.errors import FormatError, WeightError
 from otaro.precision import WIDEST, Precision
 
 Scheme = Literal["truncate", "nearest", "nested"]
+Tiers = Sequence[tuple[Precision, Tensor]]
+"""Weights that decide the bits down to a width, the narrowest first."""
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 GROUP_SIZES = (32, 64, 128, 256)
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -146,7 +153,7 @@ def encode(weight: Tensor, precision: Precision = WIDEST, format: Format = Forma
     return encode_unchecked(weight, precision, format)
 
 
-def encode_unchecked(weight: Tensor, precision: Precision, format: Format) -> Codes:
+def encode_unchecked(weight: Tensor, precision: Precision, format: Format, tiers: Tiers = ()) -> Codes:
     """`encode` for weights known to be finite: no synchronisation with the device."""
     columns = weight.shape[-1]
     grouped = in_groups(weight.float(), format.group_size)
@@ -168,8 +175,18 @@ def encode_unchecked(weight: Tensor, precision: Precision, format: Format) -> Co
         error = _squared_error(grouped, own, field, field, format)
         better = (_squared_error(grouped, own, field, lowered, format) < error) & (lowered > 0)
         field = torch.where(better, lowered, field)
-    code = _nested_code(grouped, field, format) >> (WIDEST.mantissa - precision.mantissa)
-    return Codes(_out_of_groups(code, columns), field, polarity, precision, format)
+    code = _tiered_code(grouped, field, polarity, precision, format, tiers)
+    return Codes(
+        _out_of_groups(code >> (WIDEST.mantissa - precision.mantissa), columns), field, polarity, precision, format
+    )
+
+
+def encode_like(weight: Tensor, codes: Codes) -> Tensor:
+    """The E5M8 codes that a weight has with the exponents and polarities of others (``nested`` only)."""
+    grouped = in_groups(weight.float(), codes.format.group_size)
+    if codes.polarity is not None:
+        grouped = torch.where(codes.polarity[..., None], -grouped, grouped)
+    return _out_of_groups(_nested_code(grouped, codes.exponent, codes.format), weight.shape[-1])
 
 
 def truncate(codes: Codes, precision: Precision) -> Codes:
@@ -224,6 +241,31 @@ def _nested_code(grouped: Tensor, field: Tensor, format: Format) -> Tensor:
     cell = torch.where((grouped < 0) & (scaled == 0), -torch.ones_like(scaled), torch.floor(scaled))
     low = NESTED_MIN_POLARITY if format.polarity else NESTED_MIN
     return (cell + NESTED_OFFSET).clamp(low, NESTED_MAX).to(torch.int16)
+
+
+def _tiered_code(
+    grouped: Tensor, field: Tensor, polarity: Tensor | None, precision: Precision, format: Format, tiers: Tiers
+) -> Tensor:
+    """E5M8 codes of which the bits down to `precision` are decided."""
+    code: Tensor | None = None
+    dropped = 0
+    for width, tier in tiers:
+        signed = in_groups(tier.float(), format.group_size)
+        if polarity is not None:
+            signed = torch.where(polarity[..., None], -signed, signed)
+        code = _within(_nested_code(signed, field, format), code, dropped)
+        if width >= precision:
+            return code
+        dropped = WIDEST.mantissa - width.mantissa
+    return _within(_nested_code(grouped, field, format), code, dropped)
+
+
+def _within(code: Tensor, narrower: Tensor | None, dropped: int) -> Tensor:
+    """The code nearest to `code` in the cell of `narrower`: alike but for the bits dropped from the right."""
+    if narrower is None:
+        return code
+    first = narrower >> dropped << dropped
+    return torch.minimum(torch.maximum(code, first), first + (2**dropped - 1))
 
 
 def _squared_error(grouped: Tensor, own: Tensor, field: Tensor, candidate: Tensor, format: Format) -> Tensor:

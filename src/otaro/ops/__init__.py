@@ -27,7 +27,7 @@ from otaro.errors import OtaroError
 from otaro.ops import cpu, reference
 from otaro.packing import Planes
 from otaro.precision import WIDEST, Precision
-from otaro.sefp import Format, Scheme
+from otaro.sefp import Format, Scheme, Tiers
 
 OPS = ("pack", "dequantize", "quantize", "linear", "embedding")
 # Above this many rows of x, dequantising the weight once and calling the library's matrix product is faster.
@@ -116,13 +116,27 @@ def quantize(
     return _quantize(tensor, precision, format)
 
 
-def fake_quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
-    """The values the *packed* weight has at a width, gradients passing straight through."""
+def fake_quantize(weight: Tensor, precision: Precision, format: Format, tiers: Tiers = ()) -> Tensor:
+    """The values the *packed* weight has at a width, gradients passing straight through.
+
+    With `tiers` they go to the tensor that decides that width's last bit.
+    """
+    if tiers:
+        module = quantize_backend(weight.device)
+        backend = reference if module is cpu else module
+        detached = [(width, tier.detach()) for width, tier in tiers]
+        values = backend.quantize(weight.detach(), precision, format, detached)
+        return straight_through(deciding(weight, precision, tiers), values)
     if format.scheme == "nearest" and precision < WIDEST:
         codec = cpu if _backend(weight.device) is cpu else sefp
         codes = codec.truncate(codec.encode(weight.detach(), WIDEST, format), precision)
         return straight_through(weight, codec.decode(codes, weight.dtype))
     return _quantize(weight, precision, format)
+
+
+def deciding(weight: Tensor, precision: Precision, tiers: Tiers) -> Tensor:
+    """The weight or the tier that decides the last bit of a width."""
+    return next((tier for width, tier in tiers if width >= precision), weight)
 
 
 def straight_through(weight: Tensor, values: Tensor) -> Tensor:

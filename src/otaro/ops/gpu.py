@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from otaro.precision import Precision
-from otaro.sefp import SCHEMES, WEIGHT_DTYPES, Format
+from otaro.sefp import SCHEMES, WEIGHT_DTYPES, Format, Tiers
 
 BLOCK_WEIGHTS = 4096
+MOST_TIERS = 2
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -35,6 +36,12 @@ def _nested_code(weight, field, low):
     scaled = weight * _power_of_two(22 - field)[:, None]
     cell = tl.where((weight < 0) & (scaled == 0), -1.0, tl.floor(scaled))
     return tl.minimum(tl.maximum(cell + 272.0, low), 511.0).to(tl.int32)
+
+
+@triton.jit
+def _within(code, narrower, dropped):
+    first = (narrower >> dropped) << dropped
+    return tl.minimum(tl.maximum(code, first), first + (1 << dropped) - 1)
 
 
 @triton.jit
@@ -52,12 +59,16 @@ def _squared_error(weight, own, field, candidate, low, by_error):
 def _quantize_kernel(
     sources,
     results,
+    narrow_tiers,
+    wide_tiers,
     all_columns,
     all_groups,
     block_tensor,
     block_start,
     mantissa,
     bias,
+    narrow: tl.constexpr,
+    wide: tl.constexpr,
     scheme: tl.constexpr,
     polarity: tl.constexpr,
     by_error: tl.constexpr,
@@ -91,7 +102,25 @@ def _quantize_kernel(
             error = _squared_error(weight, own, field, field, low, by_error)
             better = (_squared_error(weight, own, field, lowered, low, by_error) < error) & (field > 1)
             field = tl.where(better, lowered, field)
-        code = _nested_code(weight, field, low) >> (8 - mantissa)
+        if narrow > 0:
+            tier = tl.load(narrow_tiers + tensor).to(tl.pointer_type(source_type))
+            signed = tl.load(tier + offset, mask=own, other=0.0).to(tl.float32)
+            if polarity:
+                signed = tl.where(negated[:, None], -signed, signed)
+            code = _nested_code(signed, field, low)
+            if wide > 0:  # noqa: SIM102 (known when the kernel is compiled, the other when it runs)
+                if mantissa > narrow:
+                    tier = tl.load(wide_tiers + tensor).to(tl.pointer_type(source_type))
+                    signed = tl.load(tier + offset, mask=own, other=0.0).to(tl.float32)
+                    if polarity:
+                        signed = tl.where(negated[:, None], -signed, signed)
+                    code = _within(_nested_code(signed, field, low), code, 8 - narrow)
+            last: tl.constexpr = wide if wide > 0 else narrow
+            if mantissa > last:
+                code = _within(_nested_code(weight, field, low), code, 8 - last)
+        else:
+            code = _nested_code(weight, field, low)
+        code = code >> (8 - mantissa)
         value = (code.to(tl.float32) + bias) * _power_of_two(field - 14 - mantissa)[:, None]
         if polarity:
             value = tl.where(negated[:, None], -value, value)
@@ -113,14 +142,28 @@ class Batch:
 
     sources: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
+    tiers: tuple[tuple[Precision, tuple[Tensor, ...]], ...]
     tables: tuple[Tensor, ...]
     blocks: int
     group_size: int
 
 
-def prepare(sources: Sequence[Tensor], results: Sequence[Tensor], group_size: int) -> Batch:
-    """Tables for quantising `sources` into `results`: contiguous, on one device, each list of one dtype."""
-    for tensors in (sources, results):
+def prepare(
+    sources: Sequence[Tensor],
+    results: Sequence[Tensor],
+    group_size: int,
+    tiers: Sequence[tuple[Precision, Sequence[Tensor]]] = (),
+) -> Batch:
+    """Tables for quantising `sources` into `results`: contiguous, on one device, each list of one dtype.
+
+    `tiers`, at most two, hold a tensor for every source.
+    """
+    if len(tiers) > MOST_TIERS:
+        raise ValueError(f"the kernel knows {MOST_TIERS} tiers, not {len(tiers)}")
+    for _, tensors in tiers:
+        if any(tier.shape != source.shape for tier, source in zip(tensors, sources, strict=True)):
+            raise ValueError("each tier must have the shape of its source")
+    for tensors in ([*sources, *(tensor for _, tier in tiers for tensor in tier)], results):
         if len({tensor.dtype for tensor in tensors}) != 1 or tensors[0].dtype not in WEIGHT_DTYPES:
             raise ValueError("the tensors of a batch must share a dtype: float32, float16 or bfloat16")
         if not all(tensor.is_contiguous() for tensor in tensors):
@@ -144,22 +187,28 @@ def prepare(sources: Sequence[Tensor], results: Sequence[Tensor], group_size: in
     tables = (
         table([source.data_ptr() for source in sources], torch.int64),
         table([result.data_ptr() for result in results], torch.int64),
+        *(table([tensor.data_ptr() for tensor in tier], torch.int64) for _, tier in tiers),
+        *(table([0], torch.int64) for _ in range(MOST_TIERS - len(tiers))),
         table(columns, torch.int32),
         table(groups, torch.int32),
         table(tensor_of, torch.int32),
         table(start_of, torch.int32),
     )
-    return Batch(tuple(sources), tuple(results), tables, len(tensor_of), group_size)
+    kept = tuple((width, tuple(tier)) for width, tier in tiers)
+    return Batch(tuple(sources), tuple(results), kept, tables, len(tensor_of), group_size)
 
 
 def run(batch: Batch, precision: Precision, format: Format) -> None:
     """Write the values of the batch's sources at a width into its results, in one launch."""
     mantissa = precision.mantissa
     by_error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
+    widths = [width.mantissa for width, _ in batch.tiers] + [0] * (MOST_TIERS - len(batch.tiers))
     _quantize_kernel[(batch.blocks,)](
         *batch.tables,
         mantissa,
         0.5 - 8.5 * 2.0 ** (mantissa - 3),
+        narrow=widths[0],
+        wide=widths[1],
         scheme=SCHEMES.index(format.scheme),
         polarity=format.polarity,
         by_error=by_error,
@@ -171,9 +220,10 @@ def run(batch: Batch, precision: Precision, format: Format) -> None:
     )
 
 
-def quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
+def quantize(weight: Tensor, precision: Precision, format: Format, tiers: Tiers = ()) -> Tensor:
     """The values a weight takes at a width, in its own dtype."""
     source = weight.contiguous()
     result = torch.empty_like(source)
-    run(prepare([source], [result], format.group_size), precision, format)
+    listed = [(width, [tier.contiguous()]) for width, tier in tiers]
+    run(prepare([source], [result], format.group_size, listed), precision, format)
     return result

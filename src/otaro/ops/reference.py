@@ -8,7 +8,7 @@ from torch import Tensor
 from otaro import packing, sefp
 from otaro.packing import Planes
 from otaro.precision import WIDEST, Precision
-from otaro.sefp import Format
+from otaro.sefp import Format, Tiers
 
 
 def pack(weight: Tensor, format: Format) -> tuple[Planes, Tensor]:
@@ -26,9 +26,9 @@ def dequantize(planes: Planes, columns: int, precision: Precision, format: Forma
     return sefp.decode(packing.unpack(planes, columns, precision, format), dtype)
 
 
-def quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
+def quantize(weight: Tensor, precision: Precision, format: Format, tiers: Tiers = ()) -> Tensor:
     """The values a weight takes at a width, in its own dtype."""
-    return sefp.decode(sefp.encode_unchecked(weight, precision, format), weight.dtype)
+    return sefp.decode(sefp.encode_unchecked(weight, precision, format, tiers), weight.dtype)
 
 
 def linear(

@@ -32,14 +32,18 @@ class Refresher:
 
     def __call__(self) -> None:
         self.clear()
-        groups: dict[tuple[Precision, Format, torch.dtype], dict[int, list[FakeSefpLinear | FakeSefpEmbedding]]] = {}
+        groups: dict[
+            tuple[Precision, Format, torch.dtype, tuple[Precision, ...]],
+            dict[int, list[FakeSefpLinear | FakeSefpEmbedding]],
+        ] = {}
         for layer in self._layers:
             width = self._width(layer)
             if width is not None:
-                shared = groups.setdefault((width, layer.format, layer.weight.dtype), {})
+                tiers = tuple(tier for tier, _ in layer.tiers.get("weight", ()))
+                shared = groups.setdefault((width, layer.format, layer.weight.dtype, tiers), {})
                 shared.setdefault(layer.weight.data_ptr(), []).append(layer)
-        for (width, format, dtype), shared in groups.items():
-            self._fill(list(shared.values()), width, format, dtype)
+        for (width, format, dtype, tiers), shared in groups.items():
+            self._fill(list(shared.values()), width, format, dtype, tiers)
 
     def clear(self) -> None:
         """Let the layers quantise for themselves again."""
@@ -60,18 +64,23 @@ class Refresher:
         width: Precision,
         format: Format,
         dtype: torch.dtype,
+        widths: tuple[Precision, ...],
     ) -> None:
         from otaro.ops import gpu
 
         weights = [layers[0].weight.detach() for layers in shared]
-        key = (format, *(weight.data_ptr() for weight in weights))
+        key = (format, widths, *(weight.data_ptr() for weight in weights))
         batch = self._batches.get(key)
         if not isinstance(batch, gpu.Batch):
             for weight in weights:
                 if weight.data_ptr() not in self._results:
                     self._results[weight.data_ptr()] = torch.empty_like(weight, dtype=self._dtype or dtype)
             results = [self._results[weight.data_ptr()] for weight in weights]
-            batch = gpu.prepare(weights, results, format.group_size)
+            tiers = [
+                (tier, [layers[0].tiers["weight"][index][1].detach() for layers in shared])
+                for index, tier in enumerate(widths)
+            ]
+            batch = gpu.prepare(weights, results, format.group_size, tiers)
             self._batches[key] = batch
         gpu.run(batch, width, format)
         for layers, values in zip(shared, batch.results, strict=True):

@@ -1,0 +1,108 @@
+"""Tiers: weights of their own for the narrow widths while they are tuned, one set of weights in the end.
+
+One set of weights that is tuned at many widths in turn is a compromise: a gradient at E5M3 moves weights that E5M8
+would rather keep, and back. But the format leaves more freedom than that. E5M3 sees only which of its cells a weight
+lies in, E5M8 where in that cell. So while they are tuned, E5M3, E5M4 and the wider widths each have weights of their
+own, the tiers, and each tier is kept within the cell that the narrower one chose: what is computed at every width are
+prefixes of one and the same code, just as deployed. A pass at E5M3 moves the E5M3 tier alone, freely; the wider tiers
+keep their own place except where a cell they were in is given up, and then move to its border and no further.
+
+When tuning ends, :func:`settle` makes ordinary weights of the tiers: ones whose own codes are the codes of the tiers at
+every width. They are saved and packed like any others, and nothing of the tiers is left.
+
+Exponents come from the widest tier. Settled weights could have another exponent where the largest weight of a group was
+moved, so settling repeats with the settled weights' exponents until they stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otaro import sefp
+from otaro.errors import OtaroError
+from otaro.nn import FakeSefp
+from otaro.precision import WIDEST, Precision
+from otaro.sefp import Format, Tiers
+
+ROUNDS = 8
+
+
+def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
+    """Give the simulated layers of a model tiers at these widths, equal to their weights at first.
+
+    They are parameters beside the weight, ``weight_E5M3``, so that they are trained, saved and restored like it. A
+    weight that several layers share has tiers that they share.
+    """
+    if any(width >= WIDEST for width in widths):
+        raise OtaroError(f"the tier of {WIDEST} is the weight itself: name narrower widths")
+    shared: dict[int, dict[Precision, nn.Parameter]] = {}
+    for module in model.modules():
+        if not isinstance(module, FakeSefp):
+            continue
+        if module.format.scheme != "nested":
+            raise OtaroError(f"tiers need the scheme 'nested', whose widths are prefixes, not {module.format.scheme!r}")
+        found = {}
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if name == "bias" or (name not in getattr(module, "fused", {"weight": False})):
+                continue
+            if id(weight) not in shared:
+                deciding = sorted({max(width, module.floor) for width in widths})
+                shared[id(weight)] = {width: nn.Parameter(weight.detach().clone()) for width in deciding}
+                for width, tier in shared[id(weight)].items():
+                    module.register_parameter(f"{name}_{width}", tier)
+            found[name] = tuple(shared[id(weight)].items())
+        module.__dict__["tiers"] = found
+
+
+@torch.no_grad()
+def settle_model(model: nn.Module) -> int:
+    """Make ordinary weights of a model's tiers, in place; returns how many groups did not keep a tier's bits."""
+    lost = 0
+    settled: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, FakeSefp) or not module.tiers:
+            continue
+        fused: dict[str, bool] = getattr(module, "fused", {})
+        for name, tiers in module.tiers.items():
+            weight: Any = module._parameters[name]
+            if id(weight) not in settled:
+                settled.add(id(weight))
+                turned = fused.get(name, False)
+                given = weight.transpose(-1, -2).contiguous() if turned else weight
+                theirs = [(width, tier.transpose(-1, -2).contiguous() if turned else tier) for width, tier in tiers]
+                result, moved = settle(given, module.format, theirs)
+                weight.copy_(result.transpose(-1, -2) if turned else result)
+                lost += moved
+            for width, _ in tiers:
+                module._parameters.pop(f"{name}_{width}", None)
+        module.__dict__["tiers"] = {}
+    return lost
+
+
+def settle(weight: Tensor, format: Format, tiers: Tiers) -> tuple[Tensor, int]:
+    """Weights with the codes of the tiers at every width, and the number of groups where none were found."""
+    own = weight
+    result = weight
+    for _ in range(ROUNDS):
+        # What a group's exponent is must follow from the result, since that is all the packer will see.
+        codes = sefp.encode_unchecked(result, WIDEST, format, [*tiers, (WIDEST, own)])
+        wanted = sefp.decode(codes)
+        # A weight beyond the range has the outermost code without lying in its cell.
+        near = sefp.in_groups((own - wanted).abs(), format.group_size) <= sefp.step(codes.exponent, WIDEST)[..., None]
+        near = near.flatten(-2)[..., : own.shape[-1]]
+        kept = near & (sefp.encode_like(own, codes) == codes.code)
+        result = torch.where(kept, own, wanted.to(own.dtype))
+        again = sefp.encode_unchecked(result, WIDEST, format)
+        moved = in_any_group(again.code != codes.code, format) | (again.exponent != codes.exponent)
+        if not bool(moved.any()):
+            return result, 0
+    return result, int(moved.sum())
+
+
+def in_any_group(marked: Tensor, format: Format) -> Tensor:
+    """Whether a weight of each group is marked."""
+    return sefp.in_groups(marked, format.group_size).any(-1)

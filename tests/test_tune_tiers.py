@@ -1,0 +1,135 @@
+"""Tiers: bits that narrow widths decide for themselves, and the ordinary weights made of them in the end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import random_model
+from hard_weights import FORMATS
+from torch import nn
+
+from otaro import convert, sefp
+from otaro.errors import OtaroError
+from otaro.nn import FakeSefpEmbedding, FakeSefpLinear
+from otaro.precision import Precision
+from otaro.sefp import Format, Tiers
+from otaro.tune.tiers import add_tiers, settle, settle_model
+
+M8, M7, M6, M5, M4, M3 = Precision
+NESTED = [format for format in FORMATS if format.scheme == "nested"]
+
+
+def tiered(columns: int = 200, spread: float = 0.3) -> tuple[torch.Tensor, Tiers]:
+    generator = torch.Generator().manual_seed(columns)
+    weight, narrow, wide = torch.randn(3, 40, columns, generator=generator)
+    return weight, [(M3, weight + spread * narrow), (M4, weight + spread * wide)]
+
+
+@pytest.mark.parametrize("format", NESTED)
+def test_every_width_is_a_prefix(format: Format) -> None:
+    weight, tiers = tiered()
+    widest = sefp.encode_unchecked(weight, M8, format, tiers)
+    for width in Precision:
+        alone = sefp.encode_unchecked(weight, width, format, tiers)
+        assert torch.equal(alone.code, sefp.truncate(widest, width).code)
+        assert torch.equal(alone.exponent, widest.exponent)
+
+
+@pytest.mark.parametrize("format", NESTED)
+def test_the_narrowest_tier_is_free_and_wider_ones_are_nearest_within_its_cell(format: Format) -> None:
+    weight, tiers = tiered()
+    codes = sefp.encode_unchecked(weight, M8, format, tiers)
+    narrow, wide, own = (sefp.encode_like(tensor, codes) for tensor in (tiers[0][1], tiers[1][1], weight))
+    assert torch.equal(codes.code >> 5, narrow >> 5)
+    # Of the codes in the narrower cell the one nearest to the tier's own, found by trying all.
+    cell = (narrow >> 5)[..., None] * 2 + torch.arange(2)
+    expected = cell.gather(-1, ((cell << 5) + 15 - 2 * wide[..., None]).abs().argmin(-1, keepdim=True))[..., 0]
+    assert torch.equal(codes.code >> 4, expected)
+    cell = (codes.code >> 4)[..., None] * 16 + torch.arange(16)
+    assert torch.equal(codes.code, cell.gather(-1, (cell - own[..., None]).abs().argmin(-1, keepdim=True))[..., 0])
+
+
+def test_tiers_like_the_weight_change_nothing() -> None:
+    weight, _ = tiered()
+    for width in Precision:
+        alike = sefp.encode_unchecked(weight, width, Format(), [(M3, weight), (M4, weight)])
+        assert torch.equal(alike.code, sefp.encode(weight, width).code)
+
+
+@pytest.mark.parametrize("format", NESTED)
+def test_settled_weights_have_the_codes_of_the_tiers(format: Format) -> None:
+    weight, tiers = tiered(spread=0.05)
+    settled, lost = settle(weight, format, tiers)
+    # Where two weights are nearly as large, settling can turn a polarity to and fro: those groups are counted as lost.
+    assert lost <= max(1, 0.03 * 40 * format.groups(200))
+    again = sefp.encode(settled, M8, format)
+    wanted = sefp.encode_unchecked(settled, M8, format, [*tiers, (M8, weight)])
+    differing = sefp.in_groups(again.code != wanted.code, format.group_size).any(-1)
+    assert int(differing.sum()) <= lost
+    # What needed no settling is left alone.
+    assert 0.5 < (settled == weight).float().mean() < 1
+
+
+def test_gradients_go_to_the_tier_of_the_width() -> None:
+    layer = nn.Sequential(nn.Linear(128, 8))
+    convert.simulate(layer, Format())
+    add_tiers(layer, [M3, M4])
+    names = {M3: "0.weight_E5M3", M4: "0.weight_E5M4", M5: "0.weight", M8: "0.weight"}
+    for width, expected in names.items():
+        convert.set_precision(layer, width)
+        layer.zero_grad()
+        layer(torch.ones(1, 128)).sum().backward()
+        touched = {name for name, parameter in layer.named_parameters() if parameter.grad is not None}
+        assert touched == {expected, "0.bias"}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral", "gpt-oss"])
+def test_models_compute_the_same_settled(name: str) -> None:
+    model = random_model(name).eval()
+    convert.simulate(model, Format())
+    add_tiers(model, [M3, M4])
+    generator = torch.Generator().manual_seed(0)
+    assert any(key.endswith("_E5M3") for key in model.state_dict())
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith(("_E5M3", "_E5M4")):
+                parameter.add_(0.002 * torch.randn(parameter.shape, generator=generator))
+            if parameter.dim() > 1:
+                # One large weight in every group keeps the exponents where they are, so that nothing is lost.
+                parameter[..., ::64] = 0.3
+                parameter[..., ::64, :] = 0.3
+    ids = torch.arange(12)[None]
+
+    @torch.no_grad()
+    def answers(width: Precision) -> torch.Tensor:
+        convert.set_precision(model, width)
+        logits: torch.Tensor = model(input_ids=ids).logits
+        return logits
+
+    before = {width: answers(width) for width in Precision}
+    assert settle_model(model) == 0
+    assert not any(key.endswith(("_E5M3", "_E5M4")) for key in model.state_dict())
+    for width in Precision:
+        assert torch.allclose(answers(width), before[width], atol=1e-5)
+
+
+def test_an_embedding_has_no_tier_below_its_floor() -> None:
+    model = random_model("llama-tied")
+    convert.simulate(model, Format())
+    add_tiers(model, [M3, M4])
+    layers = [module for module in model.modules() if isinstance(module, FakeSefpLinear | FakeSefpEmbedding)]
+    widths = {
+        type(layer).__name__ + str(layer.floor): [width for width, _ in layer.tiers["weight"]] for layer in layers
+    }
+    assert widths["FakeSefpEmbeddingE5M4"] == [M4]
+    assert widths["FakeSefpLinearE5M3"] == [M3, M4]
+    head = model.get_output_embeddings()
+    assert head.tiers["weight"][0][1] is model.get_input_embeddings().tiers["weight"][0][1]
+    assert "lm_head.weight_E5M4" not in model.state_dict()
+
+
+def test_only_nested_has_tiers() -> None:
+    layer = nn.Sequential(nn.Linear(64, 2))
+    convert.simulate(layer, Format("nearest"))
+    with pytest.raises(OtaroError, match="nested"):
+        add_tiers(layer, [M3])
