@@ -24,6 +24,7 @@ from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.refresh import Refresher
+from otaro.tune.tiers import add_tiers, settle_model
 
 PLAIN = Format()
 
@@ -61,6 +62,8 @@ class Idea:
     """Give the gradient of every pass the norm of the first one's."""
     one_by_one: bool = False
     """Update after every pass instead of once a batch."""
+    tiers: tuple[Precision, ...] = ()
+    """The widths with weights of their own, narrowest first (see `otaro.tune.tiers`)."""
     needs_losses: bool = False
     schedule: str = "cosine"
     sgd: bool = False
@@ -75,7 +78,9 @@ class Lab:
         self.model: Any = common.load_model(model, device)
         convert.simulate(self.model, Format())
         self.layers = list(convert.sefp_layers(self.model).values())
-        self.original = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.ordinary = list(self.model.parameters())
+        self.original = [parameter.detach().clone() for parameter in self.ordinary]
+        self.widths_of_tiers: tuple[Precision, ...] = ()
         self.half = torch.bfloat16 if device.type == "cuda" else None
         self.trained = Refresher(self.model, self.half)
         self.measured = Refresher(self.model)
@@ -92,9 +97,17 @@ class Lab:
                 layer.compile()
             self.loss, self.score = torch.compile(self._loss), torch.compile(self._score)
 
-    def reset(self) -> None:
+    def reset(self, tiers: tuple[Precision, ...] = ()) -> None:
+        """Begin anew, with these tiers."""
         with torch.no_grad():
-            torch._foreach_copy_(list(self.model.parameters()), self.original)
+            torch._foreach_copy_(self.ordinary, self.original)
+        if tiers:
+            add_tiers(self.model, tiers)
+        if tiers or self.widths_of_tiers:
+            # Captured passes and tables know where tiers lay.
+            self.graphs.clear()
+            self.trained, self.measured = Refresher(self.model, self.half), Refresher(self.model)
+        self.widths_of_tiers = tiers
 
     def use(self, width: Precision | None, refresh: Refresher, format: Format) -> None:
         """Compute at a width of a format from now on."""
@@ -143,7 +156,7 @@ class Lab:
     def _captured(self, ids: Tensor, teacher: Tensor | None, step: Pass, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """The pass as a CUDA graph: a small model's many small launches would cost more than their work."""
         given = ids.clone()
-        gradients = [parameter.grad for parameter in self.model.parameters()]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         kept = [gradient.clone() for gradient in gradients]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -183,7 +196,8 @@ class Lab:
             if self.captured:
                 # A captured pass reads its teacher where the pass before left it.
                 place = None if teacher is None else teacher.data_ptr()
-                key = (step.width is None, step.labels, step.teacher, step.weight, part.shape, place)
+                tier = None if step.width is None else next((w for w in self.widths_of_tiers if w >= step.width), None)
+                key = (step.width is None, tier, step.labels, step.teacher, step.weight, part.shape, place)
                 graph, given, cross_entropy, logits = self.graphs.get(key) or self._captured(part, teacher, step, key)
                 given.copy_(part)
                 graph.replay()
@@ -206,7 +220,7 @@ class Lab:
 
     def tune(self, idea: Idea, blocks: Tensor, steps: int, batch: int, seed: int) -> dict[str, Any]:
         """Tune from the start; returns how often each width was passed and what it took."""
-        self.reset()
+        self.reset(idea.tiers)
         self.model.train()
         torch.manual_seed(seed)
         order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
@@ -263,7 +277,11 @@ class Lab:
                 torch._foreach_copy_(parameters, averaged)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return {"seconds": time.perf_counter() - started, "passes": widths}
+        result: dict[str, Any] = {"seconds": time.perf_counter() - started, "passes": widths}
+        if idea.tiers:
+            self.use(None, self.trained, idea.format)
+            result["unsettled_groups"] = settle_model(self.model)
+        return result
 
     @torch.no_grad()
     def perplexity(

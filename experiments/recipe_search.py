@@ -92,6 +92,7 @@ def split(high: Any = M8, *, teacher: float = 1.0, weight: float = 0.5) -> Any:
 LOW = {M5: 0.1, M4: 0.35, M3: 0.55}
 REFINED4 = Format(polarity=True, exponent_by_error=M4)
 REFINED5 = Format(polarity=True, exponent_by_error=M5)
+TIERS = (M3, M4)
 UNIFORM = dict.fromkeys(Precision, 1.0)
 
 
@@ -152,6 +153,14 @@ def ideas(only: str) -> dict[str, Idea]:
             "plain format, fixed M3": Idea(fixed(M3), 3e-4),
             "plain format, fixed M4": Idea(fixed(M4), 3e-4),
             "plain format, fp16": Idea(fixed(None), 3e-4),
+        },
+        "4": {
+            "tiers, teacher": Idea(split(), 3e-4, format=REFINED5, tiers=TIERS),
+            "fp16": Idea(fixed(None), 3e-4, format=REFINED5),
+            "tiers, half teacher": Idea(split(teacher=0.5), 3e-4, format=REFINED5, tiers=TIERS),
+            "tiers, teacher, refined@M4": Idea(split(), 3e-4, format=REFINED4, tiers=TIERS),
+            "tiers, pair": Idea(pair(M8, {M4: 0.5, M3: 0.5}, teacher=1.0), 3e-4, format=REFINED5, tiers=TIERS),
+            "tiers, teacher, 2e-4": Idea(split(), 2e-4, format=REFINED5, tiers=TIERS),
         },
     }
     return rounds[only]

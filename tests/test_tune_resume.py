@@ -80,9 +80,10 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
     check_same(resumed(tmp_path / "stopped", options), whole(tmp_path / "whole", options))
 
 
+@pytest.mark.parametrize("method", ["otaro", "tiers"])
 @pytest.mark.parametrize("architecture", ["qwen3-moe", "gpt-oss", "llama-tied"])
-def test_fused_experts_and_tied_weights_resume(architecture: str, tmp_path: Path) -> None:
-    options = {**SAVING, **ADAM, "architecture": architecture}
+def test_fused_experts_and_tied_weights_resume(architecture: str, method: str, tmp_path: Path) -> None:
+    options = {**SAVING, **ADAM, "architecture": architecture, "method": method}
     expected = whole(tmp_path, options)
     for step in (15, 20, 22):
         shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)

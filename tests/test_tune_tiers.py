@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from architectures import random_model
 from hard_weights import FORMATS
 from torch import nn
+from transformers import TrainerCallback
+from tuning import Blocks, arguments, trainer
 
 from otaro import convert, sefp
 from otaro.errors import OtaroError
@@ -14,6 +18,7 @@ from otaro.nn import FakeSefpEmbedding, FakeSefpLinear
 from otaro.precision import Precision
 from otaro.sefp import Format, Tiers
 from otaro.tune.tiers import add_tiers, settle, settle_model
+from otaro.tune.trainer import OtaroTrainer
 
 M8, M7, M6, M5, M4, M3 = Precision
 NESTED = [format for format in FORMATS if format.scheme == "nested"]
@@ -133,3 +138,67 @@ def test_only_nested_has_tiers() -> None:
     convert.simulate(layer, Format("nearest"))
     with pytest.raises(OtaroError, match="nested"):
         add_tiers(layer, [M3])
+
+
+def test_a_run_by_hand(tmp_path: Path) -> None:
+    """What the trainer does, in plain torch: the same weights."""
+    run = trainer(tmp_path, method="tiers", max_steps=3, per_device_train_batch_size=4, distillation=0.5)
+    model = random_model("llama")
+    convert.simulate(model, run.args.format, run.args.floor)
+    add_tiers(model, [M3, M4])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number, ids in enumerate(batch["input_ids"] for batch in run.get_train_dataloader()):
+        convert.set_precision(model, M8)
+        outputs = model(input_ids=ids, labels=ids)
+        outputs.loss.backward()
+        teacher = outputs.logits.detach()
+        for width, rows in ((M3, slice(number % 2, None, 2)), (M4, slice((number + 1) % 2, None, 2))):
+            convert.set_precision(model, width)
+            logits = model(input_ids=ids[rows]).logits[:, :-1]
+            cross_entropy = nn.functional.cross_entropy(logits.flatten(0, 1), ids[rows, 1:].flatten())
+            expected = teacher[rows, :-1].softmax(-1)
+            divergence = (expected * (expected.log() - logits.log_softmax(-1))).sum(-1).mean()
+            ((0.5 * cross_entropy + 0.5 * divergence) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    settle_model(model)
+    run.train()
+    state = run.model.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        assert torch.allclose(weight, state[name], atol=1e-5), name
+
+
+def test_every_tier_learns_and_nothing_of_them_is_left(tmp_path: Path) -> None:
+    options = {"optim": "adamw_torch", "learning_rate": 3e-3, "per_device_train_batch_size": 4, "max_steps": 40}
+    run = trainer(tmp_path, method="tiers", **options)
+    before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    assert sum(name.endswith(("_E5M3", "_E5M4")) for name in before) > 20
+    seen: dict[str, torch.Tensor] = {}
+
+    class Keep(TrainerCallback):  # type: ignore[misc]
+        def on_train_end(self, *args: object, **options: object) -> None:
+            seen.update({name: parameter.detach().clone() for name, parameter in run.model.named_parameters()})
+
+    run.add_callback(Keep())
+    first = run.evaluate(Blocks(4))
+    run.train()
+    assert all(not torch.equal(before[name], seen[name]) for name in before)
+    last = run.evaluate(Blocks(4))
+    for width in Precision:
+        assert last[f"eval_loss_{width}"] < 0.9 * first[f"eval_loss_{width}"]
+    assert not any(name.endswith(("_E5M3", "_E5M4")) for name in run.model.state_dict())
+    assert run.path.counts == {M8: 40, M4: 40, M3: 40, M7: 0, M6: 0, M5: 0}
+
+
+def test_a_batch_of_one_goes_to_the_tiers_in_turn(tmp_path: Path) -> None:
+    run = trainer(tmp_path, method="tiers", per_device_train_batch_size=1, max_steps=8)
+    run.train()
+    assert run.path.counts[M3] == run.path.counts[M4] == 4
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    model = random_model("llama")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    with pytest.raises(OtaroError, match="adapters"):
+        OtaroTrainer(model, arguments(tmp_path, method="tiers"), train_dataset=Blocks())

@@ -205,6 +205,8 @@ class FakeSefp(nn.Module):
     precision: Precision | None = None
     values: Tensor | None = None
     """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`."""
+    trained: Tensor | None = None
+    """What the gradient of `values` goes to, if not the weight."""
     tiers: Mapping[str, Tiers] = MappingProxyType({})
     """For each weight by its name the tiers that decide its narrow widths: see `otaro.tune.tiers`."""
 
@@ -215,11 +217,12 @@ class FakeSefp(nn.Module):
 
     def simulate(self, weight: Tensor, tiers: Tiers = (), *, transposed: bool = False) -> Tensor:
         """The weight as the packed layer would have it."""
+        # Asked first: a compiled layer that never looks at the width is compiled once for all of them.
+        if self.values is not None:
+            return ops.straight_through(weight if self.trained is None else self.trained, self.values)
         precision = self.width
         if precision is None:
             return weight
-        if self.values is not None:
-            return ops.straight_through(ops.deciding(weight, precision, tiers), self.values)
         if transposed:
             turned = [(width, tier.transpose(-1, -2)) for width, tier in tiers]
             return ops.fake_quantize(weight.transpose(-1, -2), precision, self.format, turned).transpose(-1, -2)

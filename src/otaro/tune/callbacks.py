@@ -65,10 +65,12 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.loss, self._stop = self.trainer.take_update_loss()
-        if not math.isfinite(self.loss):
-            raise diverged(f"the loss became {self.loss}", state.global_step + 1, self.width)
-        self.trainer.path.record(self.width, self.loss)
+        losses, self._stop = self.trainer.take_update_losses()
+        self.loss = losses[self.width]
+        for width, loss in losses.items():
+            if not math.isfinite(loss):
+                raise diverged(f"the loss became {loss}", state.global_step + 1, width)
+            self.trainer.path.record(width, loss)
         if self.trainer.delayed is not None:
             self.trainer.delayed.width = self.width
 

@@ -48,7 +48,7 @@ def tune(
     ),
     method: Annotated[
         str | None,
-        typer.Option(help="otaro, bps, uniform, fixed:E5M8 … fixed:E5M3, or fp16; the recipe's if left out."),
+        typer.Option(help="otaro, bps, uniform, tiers, fixed:E5M8 … fixed:E5M3, or fp16; the recipe's if left out."),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates to make; overrides --epochs.")] = None,
     epochs: Annotated[float, typer.Option(min=0.001, help="Times to go through the data.")] = 1.0,
@@ -82,6 +82,9 @@ def tune(
         str | None, typer.Option(help="Apply held gradients as their sum or mean; the recipe's if left out.")
     ] = None,
     ultra_low: Annotated[str, typer.Option(help="The widths whose gradients are held back.")] = "E5M4,E5M3",
+    distillation: Annotated[
+        float, typer.Option(min=0, max=1, help="How much a tier learns from the widest width, not from the data.")
+    ] = 1.0,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
     ] = None,
@@ -145,6 +148,7 @@ def tune(
         gradient_accumulation_steps=gradient_accumulation,
         widths=widths,
         ultra_low=ultra_low,
+        distillation=distillation,
         polarity=polarity,
         exponent_by_error=exponent_by_error,
         bf16=bf16,

@@ -30,13 +30,19 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     """Everything a run is set by. Widths are written as text, ``all`` or ``E5M8,E5M4``, so that they parse and save."""
 
     method: str = field(
-        default="otaro", metadata={"help": "otaro (BPS and LAA), bps, uniform, fixed:E5M8 … fixed:E5M3, or fp16."}
+        default="otaro",
+        metadata={"help": "otaro (BPS and LAA), bps, uniform, tiers, fixed:E5M8 … fixed:E5M3, or fp16."},
     )
     widths: str = field(default="all", metadata={"help": "The widths to tune for."})
     exploration: float = field(default=5.0, metadata={"help": "λ of BPS: how much neglected widths attract."})
     delay: int = field(default=10, metadata={"help": "N of LAA: ultra-low gradients that make one update."})
     delay_apply: str = field(default="sum", metadata={"help": "Apply held gradients as their sum or their mean."})
     ultra_low: str = field(default="E5M4,E5M3", metadata={"help": "The widths whose gradients are held."})
+    tiers: str = field(default="E5M4,E5M3", metadata={"help": "The widths with weights of their own (tiers only)."})
+    distillation: float = field(
+        default=1.0,
+        metadata={"help": "How much of a tier's loss is the divergence from the widest width (tiers only)."},
+    )
     scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
     group_size: int = field(default=64, metadata={"help": "Weights that share an exponent."})
     polarity: bool = field(default=False, metadata={"help": "One more bit per group (nested only)."})
@@ -57,7 +63,9 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError(f"a delay of {self.delay} batches holds nothing: choose 1 or more")
         if self.delay_apply not in APPLY:
             raise OtaroError(f"held gradients are applied as {' or '.join(APPLY)}, not as {self.delay_apply!r}")
-        _ = self.path_widths, self.ultra_low_widths, self.format, self.floor
+        if not 0 <= self.distillation <= 1:
+            raise OtaroError(f"a distillation of {self.distillation} is no share: choose from 0 to 1")
+        _ = self.path_widths, self.ultra_low_widths, self.tier_widths, self.format, self.floor
         self.make_path()
         super().__post_init__()
 
@@ -68,6 +76,10 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     @property
     def ultra_low_widths(self) -> list[Precision]:
         return parse_precisions(self.ultra_low) if self.ultra_low else []
+
+    @property
+    def tier_widths(self) -> list[Precision]:
+        return sorted(parse_precisions(self.tiers))
 
     @property
     def format(self) -> Format:
@@ -89,6 +101,8 @@ RESUMED = (
     "delay",
     "delay_apply",
     "ultra_low",
+    "tiers",
+    "distillation",
     "scheme",
     "group_size",
     "polarity",

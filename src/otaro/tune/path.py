@@ -123,8 +123,18 @@ class FixedPath(Path):
         return self._width
 
 
+class TieredPath(Path):
+    """The widest width first; the trainer then goes through the tiers by itself (see `otaro.tune.tiers`)."""
+
+    def choose(self) -> Precision:
+        return self.widths[0]
+
+
 def make_path(method: str, widths: Iterable[Precision], *, exploration: float = 5.0, seed: int = 0) -> Path:
-    """The path of a method: ``otaro`` and ``bps`` search, ``uniform`` draws, ``fixed:E5M3`` stays, ``fp16`` is none."""
+    """The path of a method: ``otaro`` and ``bps`` search, ``uniform`` draws, ``fixed:E5M3`` stays, ``fp16`` is none.
+
+    ``tiers`` goes through the widest width and every tier in each update.
+    """
     name, _, width = method.partition(":")
     widths = list(widths)
     if not widths:
@@ -133,8 +143,10 @@ def make_path(method: str, widths: Iterable[Precision], *, exploration: float = 
         return BitWidthPathSearch(widths, exploration)
     if name == "uniform" and not width:
         return UniformPath(widths, seed)
+    if name == "tiers" and not width:
+        return TieredPath(widths)
     if name == "fp16" and not width:
         return FixedPath(None)
     if name == "fixed" and width:
         return FixedPath(Precision(width))
-    raise OtaroError(f"unknown method {method!r}: choose otaro, bps, uniform, fixed:E5M8 … fixed:E5M3 or fp16")
+    raise OtaroError(f"unknown method {method!r}: choose otaro, bps, uniform, tiers, fixed:E5M8 … fixed:E5M3 or fp16")

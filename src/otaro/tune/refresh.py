@@ -48,7 +48,7 @@ class Refresher:
     def clear(self) -> None:
         """Let the layers quantise for themselves again."""
         for layer in self._layers:
-            layer.values = None
+            layer.values = layer.trained = None
 
     def _width(self, layer: FakeSefpLinear | FakeSefpEmbedding) -> Precision | None:
         weight = layer.weight
@@ -86,3 +86,5 @@ class Refresher:
         for layers, values in zip(shared, batch.results, strict=True):
             for layer in layers:
                 layer.values = values
+                tiers_of = layer.tiers.get("weight", ())
+                layer.trained = ops.deciding(layer.weight, width, tiers_of) if tiers_of else None

@@ -27,6 +27,7 @@ from otaro.errors import OtaroError
 from otaro.nn import FakeSefp
 from otaro.precision import WIDEST, Precision
 from otaro.sefp import Format, Tiers
+from otaro.tune.data import IGNORED
 
 ROUNDS = 8
 
@@ -56,6 +57,21 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
                     module.register_parameter(f"{name}_{width}", tier)
             found[name] = tuple(shared[id(weight)].items())
         module.__dict__["tiers"] = found
+
+
+def tier_loss(logits: Tensor, teacher: Tensor, labels: Tensor, distillation: float) -> tuple[Tensor, Tensor]:
+    """What a tier learns from, and its cross entropy: means over the predicted tokens of a batch.
+
+    `distillation` is the share of the KL divergence from the teacher's predictions, the rest is the cross entropy.
+    """
+    chosen = labels[:, 1:] != IGNORED
+    found = logits[:, :-1][chosen].float()
+    cross_entropy = nn.functional.cross_entropy(found, labels[:, 1:][chosen])
+    if distillation == 0:
+        return cross_entropy, cross_entropy.detach()
+    expected = teacher[:, :-1][chosen].float().log_softmax(-1)
+    divergence = nn.functional.kl_div(found.log_softmax(-1), expected, reduction="batchmean", log_target=True)
+    return distillation * divergence + (1 - distillation) * cross_entropy, cross_entropy.detach()
 
 
 @torch.no_grad()

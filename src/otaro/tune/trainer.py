@@ -35,6 +35,7 @@ from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_sig
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.refresh import Refresher
+from otaro.tune.tiers import add_tiers, settle_model, tier_loss
 
 # How torch's allocators say that memory ran out where they raise no error class of their own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -64,7 +65,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self.interrupted = False
         """Whether the run was asked to stop (Ctrl-C) and did so with a checkpoint."""
         self._asked_to_stop = False
-        self._update_loss: Tensor | None = None
+        self._update_losses: dict[Precision | None, Tensor] = {}
+        self._predictions: Tensor | None = None
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
             convert.simulate(model, args.format, args.floor)
         self._layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
@@ -75,6 +77,13 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 raise OtaroError(
                     f"the model simulates {layer.format}, the run is set to {args.format}: make them agree"
                 )
+        self.tiers = args.tier_widths if args.method == "tiers" else []
+        if self.tiers:
+            if any(not parameter.requires_grad for parameter in model.parameters()):
+                raise OtaroError("tiers need every weight to be trained: choose another method for adapters")
+            if args.world_size > 1:
+                raise OtaroError("tiers are trained by one process so far: choose the method bps for several")
+            add_tiers(model, self.tiers)
         # Taken now: sharding changes the classes of modules.
         self.signature = model_signature(model)
         self._refresh = Refresher(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
@@ -119,22 +128,56 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 self.delayed = optimizer
         return optimizer
 
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """The Trainer's; what was predicted teaches the tiers."""
+        if not self.tiers or not model.training:
+            return super().compute_loss(model, inputs, *args, **options)
+        options["return_outputs"] = True
+        loss, outputs = super().compute_loss(model, inputs, *args, **options)
+        self._predictions = outputs.logits.detach()
+        return loss
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The Trainer's, adding up the loss: each micro-batch returns its share of the update's."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._update_loss = loss.clone() if self._update_loss is None else self._update_loss + loss
+        self._add_loss(self._layers[0].precision, loss)
+        if self.tiers:
+            self._train_tiers(model, self._prepare_inputs(inputs))
         return loss
 
-    def take_update_loss(self) -> tuple[float, bool]:
-        """The loss of the update over all processes, and whether one of them was asked to stop."""
-        assert self._update_loss is not None
-        loss = self._update_loss.float()
-        asked = torch.full_like(loss, float(self._asked_to_stop))
-        self._update_loss = None
-        reduced = self.accelerator.reduce(torch.stack([loss, asked]), "mean")
-        value, stop = reduced.tolist()
+    def _train_tiers(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """The tiers share the batch among them, taking turns with its parts; each learns from the pass before."""
+        teacher, self._predictions = self._predictions, None
+        assert teacher is not None
+        before = self._layers[0].precision
+        for index, width in enumerate(self.tiers):
+            rows = slice((index + self.state.global_step) % len(self.tiers), None, len(self.tiers))
+            part = {name: value[rows] for name, value in inputs.items()}
+            if not len(part["input_ids"]):
+                continue
+            self.set_width(width)
+            with self.compute_loss_context_manager():
+                labels = part.pop("labels")
+                outputs = model(**part, use_cache=False)
+                loss, cross_entropy = tier_loss(outputs.logits, teacher[rows], labels, self.args.distillation)
+            share = len(self.tiers) * self.current_gradient_accumulation_steps
+            self.accelerator.backward(loss / share)
+            self._add_loss(width, cross_entropy / self.current_gradient_accumulation_steps)
+        self.set_width(before)
+
+    def _add_loss(self, width: Precision | None, loss: Tensor) -> None:
+        loss = loss.detach().float()
+        self._update_losses[width] = self._update_losses[width] + loss if width in self._update_losses else loss
+
+    def take_update_losses(self) -> tuple[dict[Precision | None, float], bool]:
+        """The losses of the update over all processes, and whether one of them was asked to stop."""
+        widths = list(self._update_losses)
+        losses = torch.stack(list(self._update_losses.values()))
+        asked = torch.full_like(losses[:1], float(self._asked_to_stop))
+        self._update_losses = {}
+        *values, stop = self.accelerator.reduce(torch.cat([losses, asked]), "mean").tolist()
         self.interrupted = stop > 0
-        return value, self.interrupted
+        return dict(zip(widths, values, strict=True)), self.interrupted
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
         """Train, or go on: from a checkpoint, or with True from the last complete one in `output_dir`.
@@ -149,10 +192,15 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             if self.is_world_process_zero():
                 resume.drop_later(Path(self.args.output_dir), checkpoint)
         self.interrupted = self._asked_to_stop = False
-        self._update_loss = None
+        self._update_losses = {}
         try:
             with self._stop_on_interrupt():
-                return super().train(None if checkpoint is None else str(checkpoint), **options)
+                result = super().train(None if checkpoint is None else str(checkpoint), **options)
+            if self.tiers and not self.interrupted:
+                self.set_width(None)
+                settle_model(self.model)
+                self.tiers = []
+            return result
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
