@@ -47,6 +47,15 @@ for format in FORMATS:
                 expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, tiers))
                 assert torch.equal(bits(result), bits(expected)), (format, precision)
                 compared += 1
+nearest = sefp.Format("nearest")
+weight = hard_weight(70, torch.float32)
+result = torch.empty_like(weight)
+batch = gpu.prepare([weight], [result], 64)
+for precision in Precision:
+    gpu.run(batch, precision, nearest, sliced=True)
+    expected = sefp.decode(sefp.truncate(sefp.encode(weight, Precision.E5M8, nearest), precision))
+    assert torch.equal(bits(result), bits(expected)), precision
+    compared += 1
 print(compared)
 """
 
@@ -59,4 +68,4 @@ def test_every_format_in_the_interpreter() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False, timeout=600
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == 28 * 2 * 3 * 2 + 20 * 6
+    assert int(run.stdout) == 28 * 2 * 3 * 2 + 20 * 6 + 6

@@ -70,6 +70,7 @@ def _quantize_kernel(
     narrow: tl.constexpr,
     wide: tl.constexpr,
     scheme: tl.constexpr,
+    sliced: tl.constexpr,
     polarity: tl.constexpr,
     by_error: tl.constexpr,
     group_size: tl.constexpr,
@@ -126,10 +127,14 @@ def _quantize_kernel(
             value = tl.where(negated[:, None], -value, value)
     else:
         limit = ((1 << mantissa) - 1).to(tl.float32)
-        magnitude = tl.abs(weight) * _power_of_two(mantissa + 14 - field)[:, None]
+        kept = 8 if sliced else mantissa
+        magnitude = tl.abs(weight) * _power_of_two(kept + 14 - field)[:, None]
         magnitude = tl.minimum(magnitude, 1048576.0)
         # Adding and taking away 1.5·2^23 rounds to a whole number, ties to even.
         magnitude = tl.floor(magnitude) if scheme == 0 else (magnitude + 12582912.0) - 12582912.0
+        if sliced:
+            master = tl.minimum(magnitude, 255.0).to(tl.int32)
+            magnitude = ((master + ((1 << (8 - mantissa)) >> 1)) >> (8 - mantissa)).to(tl.float32)
         value = tl.minimum(magnitude, limit) * _power_of_two(field - 14 - mantissa)[:, None]
         value = tl.where(weight < 0, -value, value)
     value = tl.where((largest == 0.0)[:, None], 0.0, value)
@@ -198,8 +203,11 @@ def prepare(
     return Batch(tuple(sources), tuple(results), kept, tables, len(tensor_of), group_size)
 
 
-def run(batch: Batch, precision: Precision, format: Format) -> None:
-    """Write the values of the batch's sources at a width into its results, in one launch."""
+def run(batch: Batch, precision: Precision, format: Format, *, sliced: bool = False) -> None:
+    """Write the values of the batch's sources at a width into its results, in one launch.
+
+    `sliced` takes ``nearest`` from its E5M8 codes, as a packed model does, instead of from the sources.
+    """
     mantissa = precision.mantissa
     by_error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
     widths = [width.mantissa for width, _ in batch.tiers] + [0] * (MOST_TIERS - len(batch.tiers))
@@ -210,6 +218,7 @@ def run(batch: Batch, precision: Precision, format: Format) -> None:
         narrow=widths[0],
         wide=widths[1],
         scheme=SCHEMES.index(format.scheme),
+        sliced=sliced and format.scheme == "nearest",
         polarity=format.polarity,
         by_error=by_error,
         group_size=batch.group_size,

@@ -19,8 +19,8 @@ from otaro.sefp import Format
 class Refresher:
     """Fills the `values` of a model's simulated linear layers and embeddings; call it when width or weights changed.
 
-    On a CPU, at full precision, for ``nearest`` (which a packed model rounds twice) and for sharded weights it leaves
-    the layers to quantise for themselves, when they are used. `dtype` is what the model computes in.
+    On a CPU, at full precision and for sharded weights it leaves the layers to quantise for themselves, when they are
+    used. `dtype` is what the model computes in.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -54,7 +54,7 @@ class Refresher:
         weight = layer.weight
         if weight.device.type != "cuda" or type(weight) is not nn.Parameter or not weight.is_contiguous():
             return None
-        if layer.format.scheme == "nearest" or ops.quantize_backend(weight.device).__name__ != "otaro.ops.gpu":
+        if ops.quantize_backend(weight.device).__name__ != "otaro.ops.gpu":
             return None
         return layer.width
 
@@ -82,7 +82,7 @@ class Refresher:
             ]
             batch = gpu.prepare(weights, results, format.group_size, tiers)
             self._batches[key] = batch
-        gpu.run(batch, width, format)
+        gpu.run(batch, width, format, sliced=True)
         for layers, values in zip(shared, batch.results, strict=True):
             for layer in layers:
                 layer.values = values
