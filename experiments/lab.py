@@ -97,10 +97,11 @@ class Lab:
                 layer.compile()
             self.loss, self.score = torch.compile(self._loss), torch.compile(self._score)
 
-    def reset(self, tiers: tuple[Precision, ...] = ()) -> None:
+    def reset(self, format: Format, tiers: tuple[Precision, ...] = ()) -> None:
         """Begin anew, with these tiers."""
         with torch.no_grad():
             torch._foreach_copy_(self.ordinary, self.original)
+        self.use(None, self.trained, format)
         if tiers:
             add_tiers(self.model, tiers)
         if tiers or self.widths_of_tiers:
@@ -220,7 +221,7 @@ class Lab:
 
     def tune(self, idea: Idea, blocks: Tensor, steps: int, batch: int, seed: int) -> dict[str, Any]:
         """Tune from the start; returns how often each width was passed and what it took."""
-        self.reset(idea.tiers)
+        self.reset(idea.format, idea.tiers)
         self.model.train()
         torch.manual_seed(seed)
         order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))

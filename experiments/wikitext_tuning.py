@@ -1,139 +1,148 @@
-"""Tune on WikiText-2 with every method, and measure each tuned model at every width on the test split.
+"""Tune on WikiText-2 with every method and measure each tuned model at every width (Figs. 3, 7 and 8).
 
-    python experiments/wikitext_tuning.py --train wiki.train.tokens --test wiki.test.tokens --json FILE
+    python experiments/wikitext_tuning.py --train wiki.train.tokens --test wiki.test.tokens --json FILE --seeds 0,1,2
     python experiments/wikitext_tuning.py --train wiki.train.tokens --test wiki.test.tokens --quick      # on a CPU
+    python experiments/wikitext_tuning.py --show FILE [--plot FILE.png]
 
-All runs see the same blocks in the same order and take the same number of batches. `--show FILE` prints an earlier run.
+All runs of a seed see the same blocks in the same order and take the same number of batches; those that are random
+themselves (uniform) draw from the seed too. `--runs` chooses a group: `methods` (Fig. 7; Fig. 3 is part of it),
+`fixed` (the fixed widths that need no repeating) or `ablation` (Fig. 8). The loop is `lab.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-import time
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
-from torch.utils.data import Dataset
+from lab import Idea, Lab
+from recipe_search import REFINED5, UNIFORM, drawn, fixed, searched, split
 
-from otaro import convert
 from otaro.precision import Precision
-from otaro.tune.config import TuneArguments, recipe
-from otaro.tune.refresh import Refresher
-from otaro.tune.trainer import OtaroTrainer
+from otaro.sefp import Format
 
-RUNS: dict[str, dict[str, Any]] = {
-    "fp16": {"method": "fp16"},
-    "fixed:E5M3": {"method": "fixed:E5M3"},
-    "fixed:E5M4": {"method": "fixed:E5M4"},
-    "uniform": {"method": "uniform"},
-    "bps": {"method": "bps"},
-    "otaro (LAA mean)": {"method": "otaro", "delay_apply": "mean"},
-    "otaro (LAA sum)": {"method": "otaro", "delay_apply": "sum"},
+M8, M7, M6, M5, M4, M3 = Precision
+RATE = 3e-4
+FORMAT = REFINED5
+NAMES = [*(str(precision) for precision in Precision), "full"]
+
+
+def bps(exploration: float = 5.0, **options: Any) -> Idea:
+    return Idea(searched(exploration), RATE, format=FORMAT, needs_losses=True, **options)
+
+
+RUNS: dict[str, dict[str, Callable[[int], Idea]]] = {
+    "methods": {
+        "fp16": lambda seed: Idea(fixed(None), RATE, format=FORMAT),
+        "fixed:E5M3": lambda seed: Idea(fixed(M3), RATE, format=FORMAT),
+        "fixed:E5M4": lambda seed: Idea(fixed(M4), RATE, format=FORMAT),
+        "uniform": lambda seed: Idea(drawn(UNIFORM, seed), RATE, format=FORMAT),
+        "bps": lambda seed: bps(),
+        "otaro, sum": lambda seed: bps(delay=10, delay_apply="sum"),
+        "otaro, mean": lambda seed: bps(delay=10, delay_apply="mean"),
+        "paper": lambda seed: Idea(
+            searched(5.0),
+            1e-5,
+            format=Format("nearest"),
+            needs_losses=True,
+            delay=10,
+            delay_apply="sum",
+            sgd=True,
+            schedule="constant",
+            warm_up=0.0,
+            clip=0.0,
+        ),
+        "tiers": lambda seed: Idea(split(), RATE, format=FORMAT, tiers=(M3, M4)),
+    },
+    "fixed": {
+        f"fixed:{width}": lambda seed, width=width: Idea(fixed(width), RATE, format=FORMAT) for width in Precision
+    },
+    "ablation": {
+        **{f"bps, λ {exploration}": lambda seed, e=exploration: bps(e) for exploration in (3.0, 4.0, 5.0, 6.0, 7.0)},
+        **{f"otaro, N {n}": lambda seed, n=n: bps(delay=n, delay_apply="mean") for n in (5, 10, 20)},
+    },
 }
-
-
-class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """A stream of tokens cut into blocks."""
-
-    def __init__(self, tokens: torch.Tensor, length: int) -> None:
-        self.blocks = tokens[: len(tokens) // length * length].view(-1, length)
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.blocks[index], "labels": self.blocks[index]}
-
-
-@torch.no_grad()
-def at_every_width(model: Any, tokens: torch.Tensor, arguments: argparse.Namespace) -> dict[str, float]:
-    refresh = Refresher(model)
-    measured = {}
-    for precision in Precision:
-        convert.set_precision(model, precision)
-        refresh()
-        measured[str(precision)] = common.perplexity(model.eval(), tokens, arguments.window, arguments.eval_batch)
-    refresh.clear()
-    for layer in convert.sefp_layers(model).values():
-        layer.precision = None
-    measured["full"] = common.perplexity(model, tokens, arguments.window, arguments.eval_batch)
-    return measured
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_float32_matmul_precision("high")
-    train = torch.from_numpy(common.tokens_of(Path(arguments.train), arguments.model)).long()
+    train = torch.from_numpy(common.tokens_of(Path(arguments.train), arguments.model)).long().to(device)
     test = torch.from_numpy(common.tokens_of(Path(arguments.test), arguments.model)).long().to(device)
+    window = 2048
     if arguments.quick:
-        arguments.steps, arguments.batch, arguments.window = 4, 2, 256
-        test = test[: 4 * arguments.window]
-    test_tokens = len(test)
+        arguments.steps, arguments.batch, arguments.length, window = 4, 2, 128, 256
+        test = test[: 4 * window]
+    blocks = train[: len(train) // arguments.length * arguments.length].view(-1, arguments.length)
+    settings = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "seeds", "runs")}
     result: dict[str, Any] = {
         "model": Path(arguments.model).name,
-        "steps": arguments.steps,
-        "batch": arguments.batch,
-        "sequence": arguments.length,
-        "seed": arguments.seed,
-        "test_tokens": test_tokens,
-        "recipe": recipe("default"),
+        "settings": {**settings, "learning_rate": RATE, "format": str(FORMAT), "test_tokens": len(test)},
         "machine": common.machine(),
-        "perplexity": {},
-        "seconds": {},
-        "widths": {},
+        "runs": {},
     }
-    model = common.load_model(arguments.model, device)
-    original = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    settings = {**recipe("default"), "learning_rate": arguments.learning_rate}
-    for name, changes in {"before tuning": None, **RUNS}.items():
-        if arguments.only and name not in ("before tuning", *arguments.only.split(",")):
-            continue
-        model = common.load_model(arguments.model, device) if name == "before tuning" else model
-        model.load_state_dict(original)
-        if name == "before tuning":
-            convert.simulate(model, TuneArguments(output_dir="unused").format)
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                trainer = OtaroTrainer(
-                    model,
-                    TuneArguments(
-                        output_dir=folder,
-                        **{**settings, **(changes or {})},
-                        max_steps=arguments.steps,
-                        per_device_train_batch_size=arguments.batch,
-                        bf16=device.type == "cuda",
-                        seed=arguments.seed,
-                        data_seed=arguments.seed,
-                        save_strategy="no",
-                        report_to=[],
-                        disable_tqdm=True,
-                        logging_steps=50,
-                        torch_compile=arguments.compile,
-                    ),
-                    train_dataset=Blocks(train, arguments.length),
-                )
-                started = time.perf_counter()
-                trainer.train()
-                result["seconds"][name] = time.perf_counter() - started
-                result["widths"][name] = {str(width): count for width, count in trainer.path.counts.items()}
-                del trainer
-        result["perplexity"][name] = at_every_width(model, test, arguments)
-        print(name, {key: round(value, 3) for key, value in result["perplexity"][name].items()}, flush=True)
+    lab = Lab(arguments.model, device, compiled=device.type == "cuda")
+    widths = [*Precision, None]
+
+    def keep(name: str, row: dict[str, Any]) -> None:
+        result["runs"].setdefault(name, []).append(row)
+        print(name, {width: round(value, 3) for width, value in row["perplexity"].items()}, flush=True)
         if arguments.json:
             common.write_json(Path(arguments.json), result)
+
+    keep("before tuning", {"perplexity": lab.perplexity(test, widths, FORMAT, window)})
+    for seed in map(int, arguments.seeds.split(",")):
+        for name, make in RUNS[arguments.runs].items():
+            if arguments.only and name not in arguments.only.split(";"):
+                continue
+            idea = make(seed)
+            row = {"seed": seed, **lab.tune(idea, blocks, arguments.steps, arguments.batch, seed)}
+            keep(name, {**row, "perplexity": lab.perplexity(test, widths, idea.format, window)})
     return result
 
 
+def means(result: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
+    """For every run and width the mean over seeds and the standard deviation."""
+    table = {}
+    for name, rows in result["runs"].items():
+        values = {width: [row["perplexity"][width] for row in rows] for width in NAMES}
+        table[name] = {
+            width: (statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0)
+            for width, found in values.items()
+        }
+    return table
+
+
 def show(result: dict[str, Any]) -> None:
-    names = [*(str(precision) for precision in Precision), "full"]
-    print(f"\n| run | {' | '.join(name.removeprefix('E5') for name in names)} |")
-    print("|---" * (len(names) + 1) + "|")
-    for run_name, measured in result["perplexity"].items():
-        print(f"| {run_name} | {' | '.join(f'{measured[name]:.2f}' for name in names)} |")
+    print(f"\n| run | {' | '.join(name.removeprefix('E5') for name in NAMES)} | seconds |")
+    print("|---" * (len(NAMES) + 2) + "|")
+    for name, row in means(result).items():
+        cells = [f"{mean:.2f} ± {spread:.2f}" if spread else f"{mean:.2f}" for mean, spread in row.values()]
+        seconds = [run["seconds"] for run in result["runs"][name] if "seconds" in run]
+        print(f"| {name} | {' | '.join(cells)} | {statistics.median(seconds) if seconds else 0:.1f} |")
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    widths = NAMES[:-1]
+    for name, row in means(result).items():
+        if name in ("before tuning", "paper"):
+            continue  # so far off that they would flatten the rest; the table has them
+        axes.errorbar(
+            widths, [row[width][0] for width in widths], [row[width][1] for width in widths], marker="o", label=name
+        )
+    axes.set_xlabel("precision")
+    axes.set_ylabel("perplexity, WikiText-2 test")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
@@ -141,25 +150,26 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
     parser.add_argument("--train", help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
     parser.add_argument("--test", help="WikiText-2's wiki.test.tokens, or its token ids as .npy")
+    parser.add_argument("--runs", choices=list(RUNS), default="methods")
+    parser.add_argument("--only", help="these runs of the group only, with ; between")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--learning-rate", type=float, default=3e-5)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--window", type=int, default=2048)
-    parser.add_argument("--eval-batch", type=int, default=16)
-    parser.add_argument("--only", help="these runs only, comma-separated")
-    parser.add_argument("--compile", action="store_true", help="compile the model")
+    parser.add_argument("--seeds", default="0", help="with commas between")
     parser.add_argument("--json", help="write the results there, after every run")
-    parser.add_argument("--quick", action="store_true", help="four small steps each, for a look")
+    parser.add_argument("--plot", help="draw them there")
+    parser.add_argument("--quick", action="store_true", help="four small updates each, for a look")
     parser.add_argument("--show", help="print the table of an earlier run and stop")
     arguments = parser.parse_args()
     if arguments.show:
-        show(json.loads(Path(arguments.show).read_text()))
+        result = json.loads(Path(arguments.show).read_text())
     elif arguments.train and arguments.test:
-        show(run(arguments))
+        result = run(arguments)
     else:
         parser.error("--train and --test, or --show, are needed")
+    show(result)
+    if arguments.plot:
+        plot(result, Path(arguments.plot))
 
 
 if __name__ == "__main__":
