@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from otaro import convert
 from otaro.precision import Precision
 from otaro.sefp import Format
+from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import add_tiers, settle_model
@@ -118,15 +119,18 @@ class Lab:
         refresh()
 
     def _loss(
-        self, hidden: Tensor, ids: Tensor, teacher: Tensor | None, labels: float, distilled: float
+        self, hidden: Tensor, targets: Tensor, teacher: Tensor | None, labels: float, distilled: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.model.lm_head(hidden[:, :-1])
         values = logits.float()
-        cross_entropy = nn.functional.cross_entropy(values.flatten(0, 1), ids[:, 1:].flatten())
+        wanted = targets[:, 1:]
+        cross_entropy = nn.functional.cross_entropy(values.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
         if teacher is None:
             return cross_entropy * labels, cross_entropy.detach(), logits
         log_teacher = teacher.float().log_softmax(-1)
-        divergence = (log_teacher.exp() * (log_teacher - values.log_softmax(-1))).sum(-1).mean()
+        divergence = (log_teacher.exp() * (log_teacher - values.log_softmax(-1))).sum(-1)
+        predicted = (wanted != IGNORED).float()
+        divergence = (divergence * predicted).sum() / predicted.sum()
         return labels * cross_entropy + distilled * divergence, cross_entropy.detach(), logits
 
     def _score(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -146,17 +150,19 @@ class Lab:
             hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
         return inner.norm(hidden)
 
-    def _compute(self, ids: Tensor, teacher: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
+    def _compute(self, ids: Tensor, targets: Tensor, teacher: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
         """Add the gradient of a pass to the parameters'; its cross entropy and its predictions."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half is not None, cache_enabled=False):
             hidden = self.hidden(ids)
-            loss, cross_entropy, logits = self.loss(hidden, ids, teacher, step.labels, step.teacher)
+            loss, cross_entropy, logits = self.loss(hidden, targets, teacher, step.labels, step.teacher)
         (loss * step.weight).backward()
         return cross_entropy, logits.detach()
 
-    def _captured(self, ids: Tensor, teacher: Tensor | None, step: Pass, key: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _captured(
+        self, ids: Tensor, targets: Tensor, teacher: Tensor | None, step: Pass, key: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         """The pass as a CUDA graph: a small model's many small launches would cost more than their work."""
-        given = ids.clone()
+        given, wanted = ids.clone(), targets.clone()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         kept = [gradient.clone() for gradient in gradients]
         stream = torch.cuda.Stream()
@@ -164,13 +170,13 @@ class Lab:
         with torch.cuda.stream(stream):
             for _ in range(3):
                 torch._foreach_zero_(gradients)
-                self._compute(given, teacher, step)
+                self._compute(given, wanted, teacher, step)
         torch.cuda.current_stream().wait_stream(stream)
         expected = [gradient.clone() for gradient in gradients]
         graph = torch.cuda.CUDAGraph()
         # All graphs share their memory: they run one after the other, and a teacher is captured before its pupils.
         with torch.cuda.graph(graph, pool=self.pool, stream=stream):
-            outputs = self._compute(given, teacher, step)
+            outputs = self._compute(given, wanted, teacher, step)
         self.pool = graph.pool()
         torch._foreach_zero_(gradients)
         graph.replay()
@@ -180,11 +186,17 @@ class Lab:
         if not difference < 1e-2:
             raise SystemExit(f"the captured pass differs from the plain one by {difference} of its gradient")
         torch._foreach_copy_(gradients, kept)
-        self.graphs[key] = (graph, given, *outputs)
+        self.graphs[key] = (graph, given, wanted, *outputs)
         return self.graphs[key]
 
     def passes(
-        self, ids: Tensor, plan: Sequence[Pass], format: Format, normalise: bool, taught: Tensor | None = None
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        plan: Sequence[Pass],
+        format: Format,
+        normalise: bool = False,
+        taught: Tensor | None = None,
     ) -> tuple[dict[Any, Tensor], Tensor | None]:
         """Add the update's gradient to the parameters'; the cross entropy of each width, the first predictions."""
         losses: dict[Any, Tensor] = {}
@@ -192,19 +204,21 @@ class Lab:
         reference = torch.zeros(())
         for step in plan:
             self.use(step.width, self.trained, format)
-            part = ids[step.part]
+            part, aims = ids[step.part], targets[step.part]
             teacher = taught[step.part] if step.teacher and taught is not None else None
             if self.captured:
                 # A captured pass reads its teacher where the pass before left it.
                 place = None if teacher is None else teacher.data_ptr()
                 tier = None if step.width is None else next((w for w in self.widths_of_tiers if w >= step.width), None)
                 key = (step.width is None, tier, step.labels, step.teacher, step.weight, part.shape, place)
-                graph, given, cross_entropy, logits = self.graphs.get(key) or self._captured(part, teacher, step, key)
+                found = self.graphs.get(key) or self._captured(part, aims, teacher, step, key)
+                graph, given, wanted, cross_entropy, logits = found
                 given.copy_(part)
+                wanted.copy_(aims)
                 graph.replay()
                 losses[step.width] = cross_entropy.clone()
             else:
-                losses[step.width], logits = self._compute(part, teacher, step)
+                losses[step.width], logits = self._compute(part, aims, teacher, step)
             taught = logits if taught is None else taught
             if normalise:
                 gradients = [parameter.grad for parameter in self.model.parameters()]
@@ -219,8 +233,13 @@ class Lab:
             torch._foreach_copy_([parameter.grad for parameter in self.model.parameters()], held)
         return losses, taught
 
-    def tune(self, idea: Idea, blocks: Tensor, steps: int, batch: int, seed: int) -> dict[str, Any]:
-        """Tune from the start; returns how often each width was passed and what it took."""
+    def tune(
+        self, idea: Idea, blocks: Tensor, steps: int, batch: int, seed: int, targets: Tensor | None = None
+    ) -> dict[str, Any]:
+        """Tune from the start; returns how often each width was passed and what it took.
+
+        `targets` are the labels of the blocks where these are not all to be learned.
+        """
         self.reset(idea.format, idea.tiers)
         self.model.train()
         torch.manual_seed(seed)
@@ -251,13 +270,15 @@ class Lab:
                 faded = 1 - number / steps
             for group in inner.param_groups:
                 group["lr"] = idea.learning_rate * warm * faded
-            ids = blocks[order[number * batch : (number + 1) * batch].to(self.device)]
+            chosen = order[number * batch : (number + 1) * batch].to(self.device)
+            ids = blocks[chosen]
+            aims = ids if targets is None else targets[chosen]
             plan = idea.plan(number, steps, losses)
             for step in plan:
                 widths[str(step.width)] = widths.get(str(step.width), 0) + 1
             taught = None
             for part in [[step] for step in plan] if idea.one_by_one else [plan]:
-                measured, taught = self.passes(ids, part, idea.format, idea.normalise, taught)
+                measured, taught = self.passes(ids, aims, part, idea.format, idea.normalise, taught)
                 if idea.needs_losses:
                     losses.update({width: float(loss) for width, loss in measured.items()})
                 if idea.clip:

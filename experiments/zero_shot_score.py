@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,16 @@ def batches(requests: Arrays, tokens_per_batch: int) -> Iterator[tuple[Tensor, T
 
 @torch.inference_mode()
 def score(
-    model: Any, requests: Arrays, *, tokens_per_batch: int = 65536, autocast: torch.dtype | None = None
+    model: Any,
+    requests: Arrays,
+    *,
+    tokens_per_batch: int = 65536,
+    autocast: torch.dtype | None = None,
+    prepared: Sequence[tuple[Tensor, ...]] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """For every request the summed log-likelihood of its continuation, and whether it is what greedy decoding gives.
 
-    Only positions that predict a scored token go through the output head.
+    Only positions that predict a scored token go through the output head. `prepared` are the `batches`, if at hand.
     """
     device = model.device
     count = len(requests["continuations"])
@@ -82,7 +87,7 @@ def score(
 
     hook = model.get_output_embeddings().register_forward_pre_hook(select)
     try:
-        for batch in batches(requests, tokens_per_batch):
+        for batch in batches(requests, tokens_per_batch) if prepared is None else prepared:
             ids, places, targets, owners = (part.to(device, non_blocking=True) for part in batch)
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 logits = model(input_ids=ids, use_cache=False).logits[0]

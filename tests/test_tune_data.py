@@ -81,6 +81,14 @@ def test_alpaca_goes_through_the_chat_template(tmp_path: Path) -> None:
     assert learned(blocks) == "Water.<end>"
 
 
+def test_an_empty_answer_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "alpaca.json"
+    path.write_text(json.dumps([{"instruction": "Say nothing.", "output": " "}, {"instruction": "Hi", "output": "Ho"}]))
+    blocks = load_blocks([path], chat_tokenizer(), 512, layout="padded")
+    assert learned(blocks) == "Ho<end>"
+    assert (len(blocks), blocks.left_out) == (1, 1)
+
+
 def chat_tokenizer() -> Any:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (

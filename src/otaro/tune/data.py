@@ -43,13 +43,13 @@ FORMS = "a text, an instruction with its output, or messages"
 
 @dataclass(frozen=True)
 class Example:
-    """Pieces of text in order, each with whether it is learned."""
+    """Pieces of text in order, each with whether it is learned; none if there is nothing to learn."""
 
     pieces: tuple[tuple[str, bool], ...]
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences ready for the Trainer; `left_out` counts examples whose answer did not fit."""
+    """Sequences ready for the Trainer; `left_out` counts examples without an answer or whose answer did not fit."""
 
     def __init__(self, ids: list[list[int]], labels: list[list[int]], left_out: int = 0) -> None:
         self.ids = ids
@@ -77,12 +77,12 @@ def load_blocks(
         raise OtaroError(f"sequences of {length} tokens are longer than the model's {longest} positions: choose fewer")
     named = " and ".join(str(source) for source in sources)
     examples = [example for source in sources for example in read_examples(source, tokenizer)]
-    tokens = [_tokens(example, tokenizer) for example in examples]
+    tokens = [_tokens(example, tokenizer) for example in examples if example.pieces]
     if sum(len(ids) for ids, _ in tokens) < 2:
         raise OtaroError(f"{named} holds no text to tune on: give a file with some")
-    if layout == "packed":
-        return _pack(tokens, length, named)
-    return _one_each(tokens, length, named)
+    blocks = _pack(tokens, length, named) if layout == "packed" else _one_each(tokens, length, named)
+    blocks.left_out += len(examples) - len(tokens)
+    return blocks
 
 
 def text_blocks(token_ids: Tensor, length: int) -> Blocks:
@@ -178,8 +178,10 @@ def make_example(record: Any, tokenizer: Any, where: str) -> Example:
         return _conversation(record["messages"], tokenizer, where)
     if record.get("instruction") is not None:
         request, given, answer = (_string(record, name, where) for name in ("instruction", "input", "output"))
-        if not answer:
+        if record.get("output") is None:
             raise OtaroError(f"{where} has an instruction without an output: add the answer or take the record out")
+        if not answer.strip():
+            return Example(())  # known data sets have a few; there is nothing to learn from them
         if tokenizer.chat_template is None:
             return Example(((alpaca_prompt(request, given), False), (answer + end, True)))
         content = f"{request}\n\n{given}" if given else request

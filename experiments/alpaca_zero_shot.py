@@ -1,0 +1,173 @@
+"""Table 1: tune on Alpaca, then the paper's eight zero-shot tasks at every width.
+
+    python experiments/alpaca_zero_shot.py prepare --alpaca alpaca_data.json --out alpaca.npz
+    python experiments/zero_shot_requests.py …                     # the tasks as token ids, see there
+    python experiments/alpaca_zero_shot.py run --alpaca alpaca.npz --requests zeroshot.npz --out scores.npz
+    python experiments/alpaca_zero_shot.py report --requests zeroshot.npz --scores scores.npz --tasks-from DIR \
+        --json alpaca_zero_shot.json --plot alpaca_zero_shot.png
+
+`prepare` and `report` need the tokenizer and lm-eval, `run` needs a GPU and neither (`run --quick` is for a CPU: few
+updates, few requests). Before tuning and after `fp16` and `tiers` every width is scored; each run of one width at its
+own. Scores are written after every run, so a run that is cut off keeps what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import torch
+from lab import Idea, Lab
+from recipe_search import REFINED5, fixed, split
+from zero_shot_score import batches, score
+
+from otaro.precision import Precision
+
+M3, M4 = Precision.E5M3, Precision.E5M4
+RATE = 1e-4
+NAMES = [str(precision) for precision in Precision]
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Alpaca in blocks, the answers alone to be learned."""
+    from transformers import AutoTokenizer
+
+    from otaro.tune.data import load_blocks
+
+    path = common.gguf_path(arguments.model)
+    options = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    tokenizer = AutoTokenizer.from_pretrained(path.parent if options else path, **options)
+    blocks = load_blocks([str(arguments.alpaca)], tokenizer, arguments.length, longest=arguments.length)
+    ids, labels = np.asarray(blocks.ids, dtype=np.uint16), np.asarray(blocks.labels, dtype=np.int32)
+    np.savez_compressed(arguments.out, ids=ids, learned=labels >= 0)
+    print(f"{len(ids)} blocks, {int((labels >= 0).sum())} of {ids.size} tokens learned")
+
+
+def ideas() -> dict[str, tuple[Idea | None, list[str]]]:
+    """The runs, and the widths each is scored at."""
+    alone = {
+        f"fixed:{width}": (Idea(fixed(width), RATE, format=REFINED5), [str(width)]) for width in reversed(Precision)
+    }
+    return {
+        "before tuning": (None, [*NAMES, "full"]),
+        "fp16": (Idea(fixed(None), RATE, format=REFINED5), [*NAMES, "full"]),
+        "tiers": (Idea(split(), RATE, format=REFINED5, tiers=(M3, M4)), [*NAMES, "full"]),
+        **alone,
+    }
+
+
+def run(arguments: argparse.Namespace) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    alpaca = np.load(arguments.alpaca)
+    blocks = torch.from_numpy(alpaca["ids"].astype(np.int64)).to(device)
+    targets = torch.where(torch.from_numpy(alpaca["learned"]).to(device), blocks, -100)
+    requests = dict(np.load(arguments.requests))
+    if arguments.quick:
+        arguments.steps, arguments.batch = 2, 2
+        requests["continuations"] = requests["continuations"][:20]
+    prepared = list(batches(requests, 65536 if device.type == "cuda" else 2048))
+    lab = Lab(arguments.model, device, compiled=device.type == "cuda")
+    scores: dict[str, Any] = {"machine": json.dumps(common.machine()), "settings": json.dumps(vars(arguments))}
+    for name, (idea, widths) in ideas().items():
+        if idea is None:
+            lab.reset(REFINED5)
+            took = {"seconds": 0.0}
+        else:
+            took = lab.tune(idea, blocks, arguments.steps, arguments.batch, arguments.seed, targets)
+        scores[f"{name}|seconds"] = took["seconds"]
+        lab.model.eval()
+        for width in widths:
+            lab.use(None if width == "full" else Precision(width), lab.measured, REFINED5)
+            # Shapes vary with every batch: compiled layers would be compiled again and again.
+            with torch.compiler.set_stance("force_eager"):
+                likelihoods, greedy = score(lab.model, requests, prepared=prepared, autocast=lab.half)
+            scores[f"{name}|{width}|likelihoods"], scores[f"{name}|{width}|greedy"] = likelihoods, greedy
+            print(name, width, f"{took['seconds']:.1f} s", float(likelihoods.mean()), flush=True)
+        partial = Path(arguments.out).with_suffix(".partial.npz")
+        np.savez_compressed(partial, **scores)
+        partial.replace(arguments.out)
+
+
+def report(arguments: argparse.Namespace) -> None:
+    from zero_shot_score import metrics
+
+    from otaro.evaluate.tasks import load_tasks
+
+    requests, scores = dict(np.load(arguments.requests)), np.load(arguments.scores)
+    tasks = load_tasks(requests["names"].tolist(), arguments.tasks_from)
+    result: dict[str, Any] = {name: json.loads(str(scores[name])) for name in ("machine", "settings")}
+    result["runs"] = {}
+    for key in scores.files:
+        if key.endswith("|likelihoods"):
+            name, width, _ = key.split("|")
+            figures = metrics(tasks, requests, scores[key], scores[f"{name}|{width}|greedy"])
+            result["runs"].setdefault(name, {})[width] = figures
+    # The paper's row of fixed precision takes each width from the run made for it.
+    result["runs"]["fixed"] = {
+        name: result["runs"][f"fixed:{name}"][name] for name in NAMES if f"fixed:{name}" in result["runs"]
+    }
+    show(result)
+    if arguments.json:
+        common.write_json(Path(arguments.json), result)
+    if arguments.plot:
+        plot(result, Path(arguments.plot))
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"\n| average accuracy, % | {' | '.join(NAMES)} |")
+    print("|---" * (len(NAMES) + 1) + "|")
+    for name in ("before tuning", "fp16", "fixed", "tiers"):
+        row = result["runs"].get(name, {})
+        cells = [
+            f"{100 * row[width]['average']['acc']:.2f} ± {100 * row[width]['average']['acc_stderr']:.2f}"
+            if width in row
+            else ""
+            for width in NAMES
+        ]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name in ("before tuning", "fp16", "fixed", "tiers"):
+        row = result["runs"].get(name, {})
+        widths = [width for width in NAMES if width in row]
+        means = [100 * row[width]["average"]["acc"] for width in widths]
+        errors = [100 * row[width]["average"]["acc_stderr"] for width in widths]
+        axes.errorbar(widths, means, errors, marker="o", capsize=3, label=name)
+    axes.set_xlabel("precision")
+    axes.set_ylabel("average accuracy on eight tasks, %")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=("prepare", "run", "report"))
+    parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
+    parser.add_argument("--alpaca", help="alpaca_data.json for prepare, its blocks for run")
+    parser.add_argument("--requests", help="the tasks' requests, from zero_shot_requests.py")
+    parser.add_argument("--scores", help="what run wrote")
+    parser.add_argument("--tasks-from", default="hub", help="where the documents come from, as in otaro eval")
+    parser.add_argument("--out", help="where prepare and run write")
+    parser.add_argument("--json", help="write the figures there")
+    parser.add_argument("--plot", help="draw them there")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="two small updates and twenty requests, for a look")
+    arguments = parser.parse_args()
+    {"prepare": prepare, "run": run, "report": report}[arguments.stage](arguments)
+
+
+if __name__ == "__main__":
+    main()
