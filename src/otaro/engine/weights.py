@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class Weights:
         self, folder: Path, precision: Precision | None = None, *, threads: int = 1, progress: Progress | None = None
     ) -> None:
         self.folder = PackedFolder(folder)
-        self.config = _read_config(folder)
+        self.config = read_config(folder)
         shape = read_shape(self.folder, self.config)
         widest = self.folder.precisions[0] if precision is None and self.folder.precisions else NARROWEST
         self.precision = precision or widest
@@ -147,7 +148,8 @@ class Weights:
             self.model.set_matrix(0, MatrixRole.HEAD, self.model.matrices[0, MatrixRole.EMBEDDING])
 
 
-def _read_config(folder: Path) -> object:
+def read_config(folder: Path) -> Any:
+    """The transformers config of a packed folder."""
     from transformers import AutoConfig
 
     try:
