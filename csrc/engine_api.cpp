@@ -33,11 +33,11 @@ bool of_whole_matrix(int32_t role) { return role == OTARO_EMBEDDING || role == O
 // Room for a product outside a session.
 class Workspace {
   public:
-    Workspace(const Tiles& tiles, int64_t batch, int threads)
-        : coarse_(allocate<int8_t>(batch * padded_columns(tiles))), fine_(allocate<int8_t>(batch * padded_columns(tiles))),
+    Workspace(const Tiles& tiles, int64_t batch, bool fine, int threads)
+        : coarse_(allocate<int8_t>(batch * padded_columns(tiles))), fine_(allocate<int8_t>(fine ? batch * padded_columns(tiles) : 0)),
           scale_(allocate<float>(batch * tiles.blocks)), offset_(allocate<float>(batch * tiles.blocks)) {
         for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(unpacked_bytes(tiles)));
-        x_ = {coarse_.get(), fine_.get(), scale_.get(), offset_.get(), padded_columns(tiles), tiles.blocks};
+        x_ = {coarse_.get(), fine ? fine_.get() : nullptr, scale_.get(), offset_.get(), padded_columns(tiles), tiles.blocks};
     }
     const Activations& x() const { return x_; }
     uint8_t* scratch(int worker) const { return scratch_[static_cast<size_t>(worker)].get(); }
@@ -103,7 +103,7 @@ int32_t otaro_matrix_bytes(const otaro_matrix* matrix, int64_t* bytes) {
 
 int32_t otaro_matrix_multiply(const otaro_matrix* matrix, int32_t mantissa, const float* x, int64_t x_bytes,
                               int64_t batch, const float* bias, int64_t bias_bytes, float* y, int64_t y_bytes,
-                              int32_t threads, int32_t isa) {
+                              int32_t fine, int32_t threads, int32_t isa) {
     return guarded([&]() -> int {
         if (matrix == nullptr || !valid_mantissa(mantissa)) return OTARO_ERROR_ARGUMENT;
         const Tiles& tiles = matrix->matrix.tiles();
@@ -120,7 +120,7 @@ int32_t otaro_matrix_multiply(const otaro_matrix* matrix, int32_t mantissa, cons
         const EngineKernels* const kernels = engine_kernels_for(isa);
         checks.require(kernels != nullptr, OTARO_ERROR_ISA);
         if (checks.error() != OTARO_OK) return checks.error();
-        const Workspace workspace(tiles, batch, threads);
+        const Workspace workspace(tiles, batch, fine != 0, threads);
         const Product product{&tiles, mantissa, &workspace.x(), batch, bias, y, tiles.rows, false};
         Team team(threads);
         team.run(batch, 1, [&](int, int64_t first, int64_t last) {

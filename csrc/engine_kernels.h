@@ -8,20 +8,17 @@
 // result does not depend on the instruction set, the number of threads or how many activations are multiplied at a time;
 // the few float operations around them are the same everywhere.
 //
-// Activations have 8 bits, or 16 bits ("fine") as two bytes: x = 256 * coarse + fine. Rounding to 8 bits adds an error of
-// about 1/250 of the largest of 32 neighbours, well below that of weights of up to 7 bits; next to weights of 8 or 9 bits
-// it would show, and there the second byte costs little, because reading the weights takes longer than using them twice.
+// Activations have 8 bits, or 16 bits as two bytes: x = 256 * coarse + fine. Whether the second byte is used is up to the
+// caller: it costs one more dot product a step, which little matters where reading the weights takes longer anyway.
 #pragma once
 
 #include "tiles.h"
 
 namespace otaro {
 
-constexpr int kFineFrom = 7; // widths from here on multiply fine activations
-
 struct Activations {
     int8_t* coarse;
-    int8_t* fine;
+    int8_t* fine; // null: 8 bits are enough
     float* scale;    // one a block, the constant part of the step included
     float* offset;   // scale * bias * sum of x, one a block
     int64_t columns; // bytes from one row of activations to the next

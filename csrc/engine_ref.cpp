@@ -11,7 +11,7 @@ namespace {
 void multiply_ref(const Product& product, int64_t first, int64_t last, uint8_t*) {
     const Tiles& tiles = *product.weight;
     const Activations& x = *product.x;
-    const bool fine = product.mantissa >= kFineFrom;
+    const bool fine = x.fine != nullptr;
     const int64_t end = last * kTileRows < tiles.rows ? last * kTileRows : tiles.rows;
     for (int64_t row = first * kTileRows; row < end; ++row) {
         for (int64_t b = 0; b < product.batch; ++b) {
@@ -36,7 +36,7 @@ void multiply_ref(const Product& product, int64_t first, int64_t last, uint8_t*)
 }
 
 void quantize_ref(const float* x, int64_t length, int mantissa, const Activations& to, int64_t row) {
-    const bool fine = mantissa >= kFineFrom;
+    const bool fine = to.fine != nullptr;
     const float most = fine ? 127.0f * 256 : 127.0f;
     for (int64_t block = 0; block < to.blocks; ++block) {
         const int64_t start = block * kBlockColumns;

@@ -16,6 +16,11 @@ int64_t tile_grain(const Tiles& tiles) { return std::max<int64_t>(1, kRangeBytes
 // Rows of activations in a range, for work of `length` floats a row: all of them where that is little.
 int64_t row_grain(int64_t count, int64_t length) { return count * length < kSmallWork ? count : 1; }
 
+bool fine(int role, int mantissa) {
+    static const int mask = getenv("FINE") ? atoi(getenv("FINE")) : 0;
+    return mantissa >= 7 || (mask >> role & 1);
+}
+
 } // namespace
 
 Model::Model(const otaro_model_config& config)
@@ -117,9 +122,13 @@ void Session::reserve_scratch(int threads) {
     while (static_cast<int>(scores_.size()) < threads) scores_.push_back(room<float>(score_count_));
 }
 
-Activations Session::activations(const Matrix& matrix) const {
-    return {quantized_.coarse.get(), quantized_.fine.get(),           quantized_.scale.get(),
-            quantized_.offset.get(), padded_columns(matrix.tiles()), matrix.tiles().blocks};
+Activations Session::activations(const Matrix& matrix, bool fine) const {
+    return {quantized_.coarse.get(),
+            fine ? quantized_.fine.get() : nullptr,
+            quantized_.scale.get(),
+            quantized_.offset.get(),
+            padded_columns(matrix.tiles()),
+            matrix.tiles().blocks};
 }
 
 // ---- running --------------------------------------------------------------------------------------------------------
@@ -203,7 +212,7 @@ void Session::attention(Team& team, const Layer& layer, int64_t index, int64_t c
     const int64_t dimension = model_.head_dimension, half = dimension / 2;
     const int64_t query_stride = model_.heads * dimension, key_stride = model_.kv_heads * dimension;
     const Matrix &query = *layer.matrices[OTARO_QUERY], &key = *layer.matrices[OTARO_KEY];
-    const Activations x = activations(query);
+    const Activations x = activations(query, fine(OTARO_QUERY, mantissa));
     norm_and_quantize(team, x_.get(), count, layer.vector(OTARO_ATTENTION_NORM), x, mantissa);
     multiply(team, {{&query.tiles(), mantissa, &x, count, layer.vector(OTARO_QUERY_BIAS), query_.get(), query_stride, false},
                     {&key.tiles(), mantissa, &x, count, layer.vector(OTARO_KEY_BIAS), key_.get(), key_stride, false},
@@ -254,7 +263,7 @@ void Session::attention(Team& team, const Layer& layer, int64_t index, int64_t c
     });
 
     const Matrix& output = *layer.matrices[OTARO_OUTPUT];
-    const Activations to_output = activations(output);
+    const Activations to_output = activations(output, fine(OTARO_OUTPUT, mantissa));
     team.run(count, row_grain(count, query_stride), [&](int, int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) {
             kernels_.quantize(attended_.get() + row * query_stride, query_stride, mantissa, to_output, row);
@@ -266,12 +275,12 @@ void Session::attention(Team& team, const Layer& layer, int64_t index, int64_t c
 
 void Session::feed_forward(Team& team, const Layer& layer, int64_t count, int mantissa) {
     const Matrix &gate = *layer.matrices[OTARO_GATE], &up = *layer.matrices[OTARO_UP], &down = *layer.matrices[OTARO_DOWN];
-    const Activations x = activations(gate);
+    const Activations x = activations(gate, fine(OTARO_GATE, mantissa));
     norm_and_quantize(team, x_.get(), count, layer.vector(OTARO_FEED_FORWARD_NORM), x, mantissa);
     const int64_t inner = model_.intermediate;
     multiply(team, {{&gate.tiles(), mantissa, &x, count, layer.vector(OTARO_GATE_BIAS), gate_.get(), inner, false},
                     {&up.tiles(), mantissa, &x, count, layer.vector(OTARO_UP_BIAS), up_.get(), inner, false}});
-    const Activations to_down = activations(down);
+    const Activations to_down = activations(down, fine(OTARO_DOWN, mantissa));
     team.run(count, row_grain(count, 2 * inner), [&](int, int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) {
             float* const product = gate_.get() + row * inner;
@@ -284,7 +293,7 @@ void Session::feed_forward(Team& team, const Layer& layer, int64_t count, int ma
 
 void Session::head(Team& team, int64_t first, int64_t count, int mantissa, float* logits) {
     const Matrix& matrix = *model_.whole.matrices[OTARO_HEAD];
-    const Activations x = activations(matrix);
+    const Activations x = activations(matrix, fine(OTARO_HEAD, mantissa));
     norm_and_quantize(team, x_.get() + first * model_.hidden, count, model_.whole.vector(OTARO_FINAL_NORM), x, mantissa);
     multiply(team, {{&matrix.tiles(), mantissa, &x, count, nullptr, logits, model_.vocabulary, false}});
 }

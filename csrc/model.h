@@ -63,7 +63,7 @@ class Session {
     void feed_forward(Team& team, const Layer& layer, int64_t count, int mantissa);
     void head(Team& team, int64_t first, int64_t count, int mantissa, float* logits);
 
-    Activations activations(const Matrix& matrix) const;
+    Activations activations(const Matrix& matrix, bool fine) const;
     void norm_and_quantize(Team& team, const float* x, int64_t count, const float* weight, const Activations& to,
                            int mantissa);
     void multiply(Team& team, std::initializer_list<Product> products);

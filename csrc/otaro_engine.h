@@ -35,11 +35,11 @@ OTARO_API int32_t otaro_matrix_set_bit(otaro_matrix* matrix, int32_t bit, const 
 /* Bytes of memory the planes take. */
 OTARO_API int32_t otaro_matrix_bytes(const otaro_matrix* matrix, int64_t* bytes);
 
-/* y[b, n] = bias[n] + sum over k of x[b, k] * W[n, k]; x is rounded to 8 bits, from E5M7 on to 16 (see engine_kernels.h).
+/* y[b, n] = bias[n] + sum over k of x[b, k] * W[n, k]; x is rounded to 8 bits of the largest of 32, or to 16 if `fine`.
  * The result depends neither on `threads` nor on `isa` nor on how many rows x has. */
 OTARO_API int32_t otaro_matrix_multiply(const otaro_matrix* matrix, int32_t mantissa, const float* x, int64_t x_bytes,
                                         int64_t batch, const float* bias, int64_t bias_bytes, float* y,
-                                        int64_t y_bytes, int32_t threads, int32_t isa);
+                                        int64_t y_bytes, int32_t fine, int32_t threads, int32_t isa);
 
 /* ---- models ----------------------------------------------------------------------------------------------------- */
 

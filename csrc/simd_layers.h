@@ -75,7 +75,7 @@ template <class V> void swiglu(const float* gate, const float* up, int64_t lengt
 
 template <class V>
 void quantize_activations(const float* x, int64_t length, int mantissa, const Activations& to, int64_t row) {
-    const bool fine = mantissa >= kFineFrom;
+    const bool fine = to.fine != nullptr;
     const float most = fine ? 127.0f * 256 : 127.0f;
     const float constant = step_constant(mantissa), bias = nested_bias(mantissa);
     int8_t* const coarse = to.coarse + row * to.columns;

@@ -121,12 +121,11 @@ template <class V, int kPlanes> class UnpackedSteps {
 };
 
 // The rows of one vector times kBatch rows of activations from `row` on.
-template <class V, int kPlanes, int kBatch, class Steps>
+template <class V, int kPlanes, bool kFine, int kBatch, class Steps>
 void multiply_rows(const Product& product, Steps steps, int64_t tile, int part, int64_t row) {
     using I = typename V::I;
     using F = typename V::F;
     constexpr int kLow = Split<V, kPlanes>::kLow;
-    constexpr bool kFine = kPlanes + kNarrowest >= kFineFrom;
     constexpr int kRows = V::kBytes / kStepColumns;
     const Tiles& tiles = *product.weight;
     const Activations& x = *product.x;
@@ -189,8 +188,9 @@ void multiply_rows(const Product& product, Steps steps, int64_t tile, int part, 
 }
 
 // One tile with all rows of activations, as many at a time as registers allow; make(part) gives its steps.
-template <class V, int kPlanes, class Make> void multiply_tile(const Product& product, const Make& make, int64_t tile) {
-    constexpr int kMost = kPlanes + kNarrowest >= kFineFrom ? V::kFineBatch : V::kProductBatch;
+template <class V, int kPlanes, bool kFine, class Make>
+void multiply_tile(const Product& product, const Make& make, int64_t tile) {
+    constexpr int kMost = kFine ? V::kFineBatch : V::kProductBatch;
     for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
         if (tile * kTileRows + part * (V::kBytes / kStepColumns) >= product.weight->rows) return;
         int64_t row = 0;
@@ -198,7 +198,7 @@ template <class V, int kPlanes, class Make> void multiply_tile(const Product& pr
             constexpr int kCount = decltype(count)::value;
             if constexpr (kCount <= kMost) {
                 for (; row + kCount <= product.batch; row += kCount) {
-                    multiply_rows<V, kPlanes, kCount>(product, make(part), tile, part, row);
+                    multiply_rows<V, kPlanes, kFine, kCount>(product, make(part), tile, part, row);
                 }
             }
         };
@@ -209,20 +209,29 @@ template <class V, int kPlanes, class Make> void multiply_tile(const Product& pr
     }
 }
 
+template <class V, int kPlanes, bool kFine>
+void multiply_tiles(const Product& product, int64_t first, int64_t last, uint8_t* scratch) {
+    using Packed = PackedSteps<V, kPlanes>;
+    using Unpacked = UnpackedSteps<V, kPlanes>;
+    for (int64_t tile = first; tile < last; ++tile) {
+        if (product.batch < kUnpackFrom) {
+            multiply_tile<V, kPlanes, kFine>(
+                product, [&](int part) { return Packed(*product.weight, tile, part); }, tile);
+        } else {
+            Unpacked::unpack(*product.weight, tile, scratch);
+            multiply_tile<V, kPlanes, kFine>(
+                product, [&](int part) { return Unpacked(scratch, part); }, tile);
+        }
+    }
+}
+
 template <class V> void multiply(const Product& product, int64_t first, int64_t last, uint8_t* scratch) {
     with_planes(product.mantissa - kNarrowest, [&](auto planes) {
         constexpr int kPlanes = decltype(planes)::value;
-        using Packed = PackedSteps<V, kPlanes>;
-        using Unpacked = UnpackedSteps<V, kPlanes>;
-        for (int64_t tile = first; tile < last; ++tile) {
-            if (product.batch < kUnpackFrom) {
-                multiply_tile<V, kPlanes>(
-                    product, [&](int part) { return Packed(*product.weight, tile, part); }, tile);
-            } else {
-                Unpacked::unpack(*product.weight, tile, scratch);
-                multiply_tile<V, kPlanes>(
-                    product, [&](int part) { return Unpacked(scratch, part); }, tile);
-            }
+        if (product.x->fine != nullptr) {
+            multiply_tiles<V, kPlanes, true>(product, first, last, scratch);
+        } else {
+            multiply_tiles<V, kPlanes, false>(product, first, last, scratch);
         }
     });
 }

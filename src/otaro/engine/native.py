@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "otaro_matrix_set_base": (_DATA, _DATA, _INT),
     "otaro_matrix_set_bit": (_DATA, _INT, _DATA, _LONG, _INT),
     "otaro_matrix_bytes": (_DATA, _DATA),
-    "otaro_matrix_multiply": (_DATA, _INT, _DATA, _LONG, _LONG, _DATA, _LONG, _DATA, _LONG, _INT, _INT),
+    "otaro_matrix_multiply": (_DATA, _INT, _DATA, _LONG, _LONG, _DATA, _LONG, _DATA, _LONG, _INT, _INT, _INT),
     "otaro_model_create": (_DATA, _DATA),
     "otaro_model_destroy": (_DATA,),
     "otaro_model_set_matrix": (_DATA, _LONG, _INT, _DATA),
@@ -140,15 +140,17 @@ class Matrix:
     def nbytes(self) -> int:
         return _count("otaro_matrix_bytes", self.handle)
 
-    def multiply(self, x: Tensor, precision: Precision, *, threads: int = 1, isa: str | None = None) -> Tensor:
-        """x [rows, columns] times the transposed matrix at a width, with x rounded as the engine rounds it."""
+    def multiply(
+        self, x: Tensor, precision: Precision, *, fine: bool = False, threads: int = 1, isa: str | None = None
+    ) -> Tensor:
+        """x [rows, columns] times the transposed matrix at a width, x rounded to 8 bits, or to 16 if `fine`."""
         x = x.to(torch.float32).contiguous()
         if x.dim() != 2 or x.shape[1] != self.columns:
             raise ValueError(f"x is of shape {list(x.shape)}: expected [rows, {self.columns}]")
         y = torch.empty((x.shape[0], self.rows))
         error = _library().otaro_matrix_multiply(
             *(self.handle, precision.mantissa, x.data_ptr(), 4 * x.numel(), x.shape[0], None, 0),
-            *(y.data_ptr(), 4 * y.numel(), threads, cpu.isa_number(isa)),
+            *(y.data_ptr(), 4 * y.numel(), fine, threads, cpu.isa_number(isa)),
         )
         _check(error, f"precision {precision} is not loaded")
         return y

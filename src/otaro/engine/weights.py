@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -29,6 +30,7 @@ class Weights:
     ) -> None:
         self.folder = PackedFolder(folder)
         self.config = read_config(folder)
+        self.generation = _read_generation(folder)
         shape = read_shape(self.folder, self.config)
         widest = self.folder.precisions[0] if precision is None and self.folder.precisions else NARROWEST
         self.precision = precision or widest
@@ -109,13 +111,11 @@ class Weights:
         wanted = 2 + self.folder.format.polarity
         for key, tensor in self.folder.planes(NARROWEST):
             name, _, part = key.rpartition(".")
-            if name not in self._floors:
+            if key in shapes:
                 self._set_vector(key, tensor)
-            elif part in _BITS:
-                parts.setdefault(name, {})[part] = tensor
-            else:
-                parts.setdefault(name, {})[part] = tensor
-            found = parts.get(name, {})
+                continue
+            found = parts.setdefault(name, {})
+            found[part] = tensor
             if len(found) == wanted + self._floor_bits(name):
                 bits = tuple(found[bit_name(bit)] for bit in _BITS.values() if bit_name(bit) in found)
                 planes = Planes(found[BASE], bits, found[EXPONENT], found.get(POLARITY))
@@ -156,3 +156,12 @@ def read_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise Unsupported("transformers cannot read its config") from error
+
+
+def _read_generation(folder: Path) -> dict[str, Any]:
+    """The model's own settings for generation, as far as there are any."""
+    try:
+        settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
