@@ -34,10 +34,12 @@ bool of_whole_matrix(int32_t role) { return role == OTARO_EMBEDDING || role == O
 class Workspace {
   public:
     Workspace(const Tiles& tiles, int64_t batch, bool fine, int threads)
-        : coarse_(allocate<int8_t>(batch * padded_columns(tiles))), fine_(allocate<int8_t>(fine ? batch * padded_columns(tiles) : 0)),
+        : coarse_(allocate<int8_t>(batch * padded_columns(tiles))),
+          fine_(allocate<int8_t>(fine ? batch * padded_columns(tiles) : 0)),
           scale_(allocate<float>(batch * tiles.blocks)), offset_(allocate<float>(batch * tiles.blocks)) {
         for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(unpacked_bytes(tiles)));
-        x_ = {coarse_.get(), fine ? fine_.get() : nullptr, scale_.get(), offset_.get(), padded_columns(tiles), tiles.blocks};
+        x_ = {coarse_.get(), fine ? fine_.get() : nullptr, scale_.get(),
+              offset_.get(), padded_columns(tiles),        tiles.blocks};
     }
     const Activations& x() const { return x_; }
     uint8_t* scratch(int worker) const { return scratch_[static_cast<size_t>(worker)].get(); }
@@ -211,7 +213,8 @@ int32_t otaro_session_run(otaro_session* session, const int32_t* tokens, int64_t
         if (count < 1 || count > kMostRows || position < 0 || logits_count < 0 || logits_count > count) {
             return OTARO_ERROR_ARGUMENT;
         }
-        if (threads < 1 || threads > kMaxThreads || (logits == nullptr && logits_count > 0)) return OTARO_ERROR_ARGUMENT;
+        if (threads < 1 || threads > kMaxThreads || (logits == nullptr && logits_count > 0))
+            return OTARO_ERROR_ARGUMENT;
         const Model& model = session->session.model();
         const int64_t widths = static_cast<int64_t>(model.layers.size()) + 2;
         if (tokens_bytes < count * static_cast<int64_t>(sizeof *tokens) || mantissa_bytes < widths) {

@@ -18,7 +18,7 @@ namespace otaro {
 
 struct Activations {
     int8_t* coarse;
-    int8_t* fine; // null: 8 bits are enough
+    int8_t* fine;    // null: 8 bits are enough
     float* scale;    // one a block, the constant part of the step included
     float* offset;   // scale * bias * sum of x, one a block
     int64_t columns; // bytes from one row of activations to the next

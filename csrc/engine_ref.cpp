@@ -23,8 +23,8 @@ void multiply_ref(const Product& product, int64_t first, int64_t last, uint8_t*)
                     if (fine) activation = 256 * activation + x.fine[b * x.columns + k];
                     total += tile_code(tiles, row, k, product.mantissa) * activation;
                 }
-                const float power = tile_step(tiles, row, block * kBlockColumns, product.mantissa) /
-                                    step_constant(product.mantissa);
+                const float power =
+                    tile_step(tiles, row, block * kBlockColumns, product.mantissa) / step_constant(product.mantissa);
                 const int64_t entry = b * x.blocks + block;
                 sum = std::fma(power, std::fma(static_cast<float>(total), x.scale[entry], x.offset[entry]), sum);
             }
@@ -104,10 +104,12 @@ void attend_ref(const Attention& job, int64_t first, int64_t last, float* scratc
         for (int64_t row = begin; row < end; ++row) {
             const float* const query = job.query + row * job.query_stride + head * job.head_dimension;
             float* const out = job.out + row * job.out_stride + head * job.head_dimension;
-            const int64_t position = job.position + row, from = position + 1 > job.window ? position + 1 - job.window : 0;
+            const int64_t position = job.position + row,
+                          from = position + 1 > job.window ? position + 1 - job.window : 0;
             float largest = -INFINITY, sum = 0;
             for (int64_t p = from; p <= position; ++p) {
-                const Half* const key = job.keys + kv + p / kKeyBlock * kKeyBlock * job.padded_dimension + p % kKeyBlock;
+                const Half* const key =
+                    job.keys + kv + p / kKeyBlock * kKeyBlock * job.padded_dimension + p % kKeyBlock;
                 float score = 0;
                 for (int d = 0; d < job.head_dimension; ++d) score += query[d] * to_float(key[int64_t{d} * kKeyBlock]);
                 scratch[p] = score * job.scale;
@@ -125,7 +127,7 @@ void attend_ref(const Attention& job, int64_t first, int64_t last, float* scratc
     }
 }
 
-constexpr EngineKernels kTable{multiply_ref, quantize_ref, normalize_ref, rotate_ref,
+constexpr EngineKernels kTable{multiply_ref, quantize_ref,   normalize_ref, rotate_ref,
                                swiglu_ref,   store_keys_ref, attend_ref};
 
 } // namespace

@@ -21,8 +21,7 @@ typedef struct otaro_session otaro_session;
 /* ---- matrices --------------------------------------------------------------------------------------------------- */
 
 /* `format` must be of the scheme OTARO_NESTED. */
-OTARO_API int32_t otaro_matrix_create(const otaro_format* format, int64_t rows, int64_t columns,
-                                      otaro_matrix** matrix);
+OTARO_API int32_t otaro_matrix_create(const otaro_format* format, int64_t rows, int64_t columns, otaro_matrix** matrix);
 OTARO_API void otaro_matrix_destroy(otaro_matrix* matrix);
 
 /* Base, exponents and polarity from `planes`, whose bit planes are not looked at. */
@@ -38,18 +37,18 @@ OTARO_API int32_t otaro_matrix_bytes(const otaro_matrix* matrix, int64_t* bytes)
 /* y[b, n] = bias[n] + sum over k of x[b, k] * W[n, k]; x is rounded to 8 bits of the largest of 32, or to 16 if `fine`.
  * The result depends neither on `threads` nor on `isa` nor on how many rows x has. */
 OTARO_API int32_t otaro_matrix_multiply(const otaro_matrix* matrix, int32_t mantissa, const float* x, int64_t x_bytes,
-                                        int64_t batch, const float* bias, int64_t bias_bytes, float* y,
-                                        int64_t y_bytes, int32_t fine, int32_t threads, int32_t isa);
+                                        int64_t batch, const float* bias, int64_t bias_bytes, float* y, int64_t y_bytes,
+                                        int32_t fine, int32_t threads, int32_t isa);
 
 /* ---- models ----------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     int64_t layers, hidden, intermediate, heads, kv_heads, head_dimension, vocabulary;
     float norm_epsilon;
-    float rope_factor;            /* what cosine and sine are multiplied by */
-    const float* rope_frequency;  /* head_dimension / 2 of them */
+    float rope_factor;           /* what cosine and sine are multiplied by */
+    const float* rope_frequency; /* head_dimension / 2 of them */
     int64_t rope_frequency_bytes;
-    const int64_t* window;        /* positions a token sees, itself included, for each layer; 0: all before it */
+    const int64_t* window; /* positions a token sees, itself included, for each layer; 0: all before it */
     int64_t window_bytes;
 } otaro_model_config;
 

@@ -43,8 +43,7 @@ template <class V> void normalize(const float* x, const float* weight, int64_t l
     for (i = 0; i < length; ++i) result[i] = weight[i] * (x[i] * factor);
 }
 
-template <class V>
-void rotate(float* heads, int64_t count, int dimension, const float* cosine, const float* sine) {
+template <class V> void rotate(float* heads, int64_t count, int dimension, const float* cosine, const float* sine) {
     const int half = dimension / 2;
     for (int64_t h = 0; h < count; ++h) {
         float* const first = heads + h * dimension;
@@ -83,7 +82,8 @@ void quantize_activations(const float* x, int64_t length, int mantissa, const Ac
         float buffer[kBlockColumns];
         const int64_t start = block * kBlockColumns, rest = length - start;
         const int count = static_cast<int>(rest < 0 ? 0 : rest < kBlockColumns ? rest : kBlockColumns);
-        const float* const values = count == kBlockColumns ? x + start : padded(x + start, count, kBlockColumns, buffer);
+        const float* const values =
+            count == kBlockColumns ? x + start : padded(x + start, count, kBlockColumns, buffer);
         typename V::F largest = V::set1(0);
         for (int i = 0; i < kBlockColumns; i += V::kLanes) largest = V::max(largest, V::abs(V::load(values + i)));
         // Floats that are not negative are ordered as their bits are.
@@ -235,8 +235,8 @@ template <class V> void attend(const Attention& job, int64_t first, int64_t last
 }
 
 template <class V>
-constexpr EngineKernels kEngineKernels{multiply<V>,  quantize_activations<V>, normalize<V>, rotate<V>,
-                                       swiglu<V>,    store_keys<V>,           attend<V>};
+constexpr EngineKernels kEngineKernels{multiply<V>, quantize_activations<V>, normalize<V>, rotate<V>,
+                                       swiglu<V>,   store_keys<V>,           attend<V>};
 
 } // namespace
 } // namespace otaro

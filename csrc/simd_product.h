@@ -168,8 +168,8 @@ void multiply_rows(const Product& product, Steps steps, int64_t tile, int part, 
                 if constexpr (kLow > 0) rest = V::addi(V::template up<kLow>(rest), sums[1][1][b]);
                 total = V::addi(V::template up<8>(total), rest);
             }
-            const F value = V::fma(V::to_float(total), V::set1(scale[b * x.blocks + block]),
-                                   V::set1(offset[b * x.blocks + block]));
+            const F value =
+                V::fma(V::to_float(total), V::set1(scale[b * x.blocks + block]), V::set1(offset[b * x.blocks + block]));
             sum[b] = V::fma(power, value, sum[b]);
         }
     }
@@ -219,8 +219,7 @@ void multiply_tiles(const Product& product, int64_t first, int64_t last, uint8_t
                 product, [&](int part) { return Packed(*product.weight, tile, part); }, tile);
         } else {
             Unpacked::unpack(*product.weight, tile, scratch);
-            multiply_tile<V, kPlanes, kFine>(
-                product, [&](int part) { return Unpacked(scratch, part); }, tile);
+            multiply_tile<V, kPlanes, kFine>(product, [&](int part) { return Unpacked(scratch, part); }, tile);
         }
     }
 }

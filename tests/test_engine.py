@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import otaro
 from otaro import ops
-from otaro.engine.architecture import Unsupported
+from otaro.engine.architecture import UnsupportedError
 from otaro.engine.engine import Engine, widest_that_fits
 from otaro.engine.native import Matrix, Session
 from otaro.engine.sampling import Sampler, Sampling
@@ -291,11 +291,11 @@ def test_what_cannot_be_run_is_said(engine: Engine, prompt: list[int], options: 
 
 
 def test_other_architectures_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="gemma"):
+    with pytest.raises(UnsupportedError, match="gemma"):
         Engine(packed_model(architectures.config("gemma"), tmp_path))
     nearest = tmp_path / "nearest"
     nearest.mkdir()
-    with pytest.raises(Unsupported, match="nearest"):
+    with pytest.raises(UnsupportedError, match="nearest"):
         Engine(packed_model(architectures.config("llama"), nearest, Format("nearest")))
 
 

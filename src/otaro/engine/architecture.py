@@ -1,7 +1,7 @@
 """Which models the native engine runs, and what their tensors are called.
 
-Decoders of the Llama kind: RMS norms, rotary positions, grouped queries, SwiGLU, with or without query and key norms and
-biases. A model it does not run is told apart here, with the reason, before any weight is read.
+Decoders of the Llama kind: RMS norms, rotary positions, grouped queries, SwiGLU, with or without query and key norms
+and biases. A model it does not run is told apart here, with the reason, before any weight is read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VECTORS = {
 }
 
 
-class Unsupported(Exception):
+class UnsupportedError(Exception):
     """Why the native engine does not run a model; the transformers path does."""
 
 
@@ -72,17 +72,19 @@ def _split(name: str) -> tuple[int, str]:
 
 
 def read_shape(folder: PackedFolder, config: Any) -> Shape:
-    """What the engine must know of a packed model, from its transformers config; Unsupported says what stands against it."""
+    """What the engine must know of a packed model, from its transformers config, or why it cannot run it."""
     if folder.format.scheme != "nested":
-        raise Unsupported(f"its weights are packed by the scheme {folder.format.scheme}, and only nested runs natively")
+        raise UnsupportedError(
+            f"its weights are packed by the scheme {folder.format.scheme}, and only nested runs natively"
+        )
     if config.model_type not in MODEL_TYPES:
-        raise Unsupported(f"models of type {config.model_type} do not run natively yet")
+        raise UnsupportedError(f"models of type {config.model_type} do not run natively yet")
     if config.hidden_act != "silu":
-        raise Unsupported(f"the activation {config.hidden_act} does not run natively")
+        raise UnsupportedError(f"the activation {config.hidden_act} does not run natively")
     for entry in folder.entries:
         place = vector_place(entry.name) if entry.floor is None else matrix_place(entry.name)
         if place is None:
-            raise Unsupported(f"it has a tensor {entry.name} that the native engine does not know")
+            raise UnsupportedError(f"it has a tensor {entry.name} that the native engine does not know")
     head_dimension = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     frequency, factor = _rope(config, head_dimension)
     return Shape(
@@ -108,7 +110,7 @@ def _windows(config: Any) -> tuple[int, ...]:
         return (width,) * config.num_hidden_layers
     unknown = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
     if unknown is not None:
-        raise Unsupported(f"layers of type {unknown} do not run natively")
+        raise UnsupportedError(f"layers of type {unknown} do not run natively")
     return tuple(width if kind == "sliding_attention" else 0 for kind in kinds)
 
 
@@ -117,9 +119,9 @@ def _rope(config: Any, dimension: int) -> tuple[tuple[float, ...], float]:
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind not in ROPE_TYPES:
-        raise Unsupported(f"rotary embeddings of type {kind} do not run natively")
+        raise UnsupportedError(f"rotary embeddings of type {kind} do not run natively")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise Unsupported("rotary embeddings of a part of a head do not run natively")
+        raise UnsupportedError("rotary embeddings of a part of a head do not run natively")
     frequencies = [parameters["rope_theta"] ** (-2 * i / dimension) for i in range(dimension // 2)]
     if kind == "linear":
         frequencies = [frequency / parameters["factor"] for frequency in frequencies]

@@ -1,8 +1,9 @@
 """Tokens in, tokens out: a packed model run natively, at a precision that may change between two tokens.
 
 One copy of the weights serves every width, so a switch is the choice of how many planes to read, made anew for each
-token. The keys and values of tokens stay as they were computed. Results do not depend on the number of threads nor on how
-many tokens are run at a time, so a text continued token by token, in a batch or by speculation is the same to the bit.
+token. The keys and values of tokens stay as they were computed. Results do not depend on the number of threads nor on
+how many tokens are run at a time, so a text continued token by token, in a batch or by speculation is the same to
+the bit.
 
 Speculation lets a narrow width draft a few tokens and the wanted width check all of them in one reading of the weights,
 which takes little longer than running one token. Drafts that the wanted width would have picked too are kept. With
@@ -36,10 +37,10 @@ SURE_ENOUGH = 0.5
 
 
 class Engine:
-    """A packed folder ready to run. `precision` is the width in use and may be set at any time, even between two tokens.
+    """A packed folder ready to run. `precision` is the width in use; set it at any time, even between two tokens.
 
-    `context` is how many tokens a text may have, at most the model's own limit. One text runs at a time: a second caller
-    waits until the first one's iterator has ended or is closed. Precision and planes may change meanwhile.
+    `context` is how many tokens a text may have, at most the model's own limit. One text runs at a time: a second
+    caller waits until the first one's iterator has ended or is closed. Precision and planes may change meanwhile.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Engine:
         self._check_prompt(tokens, 0)
         with self._text:
             self._held = []
-            return self._run(tokens, 0, self._widths(precision), logits=len(tokens))
+            return self.run(tokens, 0, self._widths(precision), logits=len(tokens))
 
     def tokens(
         self,
@@ -157,7 +158,7 @@ class Engine:
                         return
                 room = min(MOST_DRAFTS, limit - len(text) - 1)
                 if draft is None or room < 1:
-                    fresh = [sampler.pick(self._run(text[-1:], len(text) - 1, widths())[0], text)]
+                    fresh = [sampler.pick(self.run(text[-1:], len(text) - 1, widths())[0], text)]
                 else:
                     fresh = self._speculate(text, sampler, widths(), draft, room)
 
@@ -172,7 +173,7 @@ class Engine:
         while done < len(text):
             part = text[done : done + PREFILL_TOKENS]
             last = done + len(part) == len(text)
-            logits = self._run(part, done, widths, logits=1 if last else 0)
+            logits = self.run(part, done, widths, logits=1 if last else 0)
             done += len(part)
         return logits[0]
 
@@ -182,12 +183,12 @@ class Engine:
         drafts: list[int] = []
         beliefs: list[Probabilities] = []
         while len(drafts) < most:
-            logits = self._run([*text[-1:], *drafts][-1:], start + len(drafts), draft)[0]
+            logits = self.run([*text[-1:], *drafts][-1:], start + len(drafts), draft)[0]
             beliefs.append(sampler.distribution(logits, text + drafts))
             drafts.append(sampler.draw(beliefs[-1]))
             if _confidence(logits) < SURE_ENOUGH:
                 break
-        rows = self._run([*text[-1:], *drafts], start, widths, logits=len(drafts) + 1)
+        rows = self.run([*text[-1:], *drafts], start, widths, logits=len(drafts) + 1)
         kept: list[int] = []
         for token, belief, logits in zip(drafts, beliefs, rows, strict=False):
             wanted = sampler.distribution(logits, text + kept)
@@ -200,7 +201,8 @@ class Engine:
         self._session.length = start + 1 + len(kept)  # behind lie drafts that did not hold
         return [*kept, last]
 
-    def _run(self, tokens: Sequence[int], position: int, widths: bytes, logits: int = 1) -> Logits:
+    def run(self, tokens: Sequence[int], position: int, widths: bytes, logits: int = 1) -> Logits:
+        """Run tokens at a position; the last rows of logits. For measuring: `tokens` is what continues a text."""
         with self._lock:
             return self._session.run(tokens, position, widths, threads=self.threads, logits=logits)
 

@@ -195,19 +195,21 @@ class Session:
     def nbytes(self) -> int:
         return _count("otaro_session_bytes", self.handle)
 
-    def run(
-        self, tokens: Sequence[int], position: int, widths: bytes, *, threads: int, logits: int = 1
-    ) -> Logits:
+    def run(self, tokens: Sequence[int], position: int, widths: bytes, *, threads: int, logits: int = 1) -> Logits:
         """Run tokens from a position on, forgetting what lay there and behind; the last rows of logits.
 
         `widths` holds the mantissa bits of the embedding, of each layer and of the head.
         """
         shape = self._model.shape
         if position + len(tokens) > self.context:
-            raise OtaroError(f"{position + len(tokens)} tokens do not fit the context of {self.context}: shorten the text")
+            raise OtaroError(
+                f"{position + len(tokens)} tokens do not fit the context of {self.context}: shorten the text"
+            )
         outside = next((token for token in tokens if not 0 <= token < shape.vocabulary), None)
         if outside is not None:
-            raise OtaroError(f"token {outside} is outside the vocabulary of {shape.vocabulary}: use the model's tokenizer")
+            raise OtaroError(
+                f"token {outside} is outside the vocabulary of {shape.vocabulary}: use the model's tokenizer"
+            )
         if position > self.length:
             raise ValueError(f"position {position} leaves a gap: {self.length} tokens are held")
         ids = numpy.array(tokens, dtype=numpy.int32)

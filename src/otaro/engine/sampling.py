@@ -1,8 +1,8 @@
 """Picking the next token from logits.
 
-The likeliest at temperature 0; above it a draw from the softmax of logits / temperature, after what is unlikely has been
-taken out: all but the `top_k` likeliest, all beyond the fewest that together reach `top_p`, all below `min_p` times the
-likeliest. A repetition penalty above 1 makes tokens that are there already less likely, in both cases.
+The likeliest at temperature 0; above it a draw from the softmax of logits / temperature, after what is unlikely has
+been taken out: all but the `top_k` likeliest, all beyond the fewest that together reach `top_p`, all below `min_p`
+times the likeliest. A repetition penalty above 1 makes tokens that are there already less likely, in both cases.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = list(stop)
         self._tokens: list[int] = []
-        self._context = self._done = 0  # tokens from _context to _done have been given out, and give the next ones context
+        self._context = self._done = (
+            0  # tokens from _context to _done have been given out, and give the next ones context
+        )
         self._pending = ""
         self.stopped = False
         """A stop string came; nothing follows."""
@@ -85,8 +87,8 @@ def generate(
 ) -> GenerationResult:
     """Go on from a prompt's tokens at the engine's precision; the settings are those of `Engine.tokens`.
 
-    `on_text` gets each piece of text as soon as it is settled. An answer ends at one of the model's end tokens, before one
-    of the `stop` strings, or at the limit.
+    `on_text` gets each piece of text as soon as it is settled. An answer ends at one of the model's end tokens, before
+    one of the `stop` strings, or at the limit.
     """
     stream = TextStream(tokenizer, stop)
     start = time.perf_counter()

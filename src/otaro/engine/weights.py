@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from otaro.checkpoint.folder import PackedFolder, Progress
-from otaro.engine.architecture import EMBEDDING, HEAD, Unsupported, matrix_place, read_shape, vector_place
+from otaro.engine.architecture import EMBEDDING, HEAD, UnsupportedError, matrix_place, read_shape, vector_place
 from otaro.engine.native import Matrix, MatrixRole, Model
 from otaro.errors import FormatError, PrecisionError
 from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
@@ -155,7 +155,7 @@ def read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
-        raise Unsupported("transformers cannot read its config") from error
+        raise UnsupportedError("transformers cannot read its config") from error
 
 
 def _read_generation(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ largest exponent of all, are none; they are refused.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy
 import torch
 from gguf import GGMLQuantizationType
@@ -55,7 +57,7 @@ def encode_blocks(codes: Codes) -> NDArray[numpy.uint8] | NDArray[numpy.float16]
     q = code.reshape(rows, -1, BLOCK)
     if kind == GGMLQuantizationType.Q8_0:
         half_steps = (2 * q + {5: -67, 6: -135}[codes.precision.mantissa]).astype(numpy.int8)
-        parts = [_bytes(step / 2), half_steps.view(numpy.uint8)]
+        parts: list[NDArray[Any]] = [_bytes(step / 2), half_steps.view(numpy.uint8)]
     else:
         q = q.astype(numpy.uint8)
         nibbles = (q[..., : BLOCK // 2] & 15) | (q[..., BLOCK // 2 :] & 15) << 4
@@ -80,6 +82,6 @@ def _signed_steps(codes: Codes) -> NDArray[numpy.float32]:
     return result
 
 
-def _bytes(values: NDArray[numpy.float32]) -> NDArray[numpy.uint8]:
+def _bytes(values: NDArray[Any]) -> NDArray[numpy.uint8]:
     """[..., 1] floats as [..., 2] bytes of float16."""
     return values.astype(numpy.float16).view(numpy.uint8)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from otaro.checkpoint.folder import PackedFolder, Progress
 from otaro.checkpoint.writer import refuse_existing
-from otaro.engine.architecture import Unsupported, read_shape
+from otaro.engine.architecture import UnsupportedError, read_shape
 from otaro.engine.native import Shape
 from otaro.engine.weights import read_config
 from otaro.errors import OtaroError
@@ -49,7 +49,7 @@ def export_gguf(
     config = read_config(folder)
     try:
         shape = read_shape(packed, config)
-    except Unsupported as error:
+    except UnsupportedError as error:
         raise OtaroError(f"{folder} cannot be exported: {error}") from error
     architecture = ARCHITECTURES[config.model_type]
     partial = out.with_name(f".{out.name}.partial")
@@ -96,9 +96,7 @@ def _name(architecture: MODEL_ARCH) -> str:
     return str(MODEL_ARCH_NAMES[architecture])
 
 
-def _add_description(
-    writer: GGUFWriter, packed: PackedFolder, config: Any, shape: Shape, precision: Precision
-) -> None:
+def _add_description(writer: GGUFWriter, packed: PackedFolder, config: Any, shape: Shape, precision: Precision) -> None:
     writer.add_name(f"{packed.described.get('source', packed.path.name)} {precision}")
     writer.add_file_type(FILE_TYPES[block_type(precision, shape.hidden)])
     writer.add_quantization_version(2)

@@ -27,7 +27,9 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
         if model["type"] != "BPE" or not isinstance(tokens, dict):
             raise KeyError(model["type"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OtaroError(f"{folder} holds no tokenizer.json of the kind BPE: only such tokenizers can be exported") from error
+        raise OtaroError(
+            f"{folder} holds no tokenizer.json of the kind BPE: only such tokenizers can be exported"
+        ) from error
     added = {entry["content"]: entry for entry in described.get("added_tokens", [])}
     byte_fallback = bool(model.get("byte_fallback"))
     texts, kinds = [f"[PAD{index}]" for index in range(vocabulary)], [TokenType.UNUSED] * vocabulary

@@ -214,7 +214,14 @@ def embedding(
     ids = _contiguous(ids.to(torch.int64))
     value = torch.empty((*ids.shape, columns), dtype=dtype)
     error = library().otaro_rows(
-        *(ctypes.byref(c_format(format)), rows, columns, ctypes.byref(c_planes(planes)), precision.mantissa, *_data(ids)),
+        *(
+            ctypes.byref(c_format(format)),
+            rows,
+            columns,
+            ctypes.byref(c_planes(planes)),
+            precision.mantissa,
+            *_data(ids),
+        ),
         *(ids.numel(), *_data(value), _dtype(dtype), _threads(), isa_number(isa)),
     )
     if error == _INDEX:
