@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,22 @@ def test_planes_can_be_dropped_and_read_again(folder: Path) -> None:
     assert engine.memory["weights"] == weights
     assert run(engine) == before
     assert run(engine, "E5M4") == at_four
+
+
+def test_wider_planes_join_while_it_runs(folder: Path, tmp_path: Path) -> None:
+    engine = Engine(folder, threads=1, progressive=True)
+    assert list(engine.tokens(PROMPT, max_new_tokens=8))
+    engine.finish_loading()
+    assert engine.precision == Precision.E5M8
+    assert numpy.array_equal(engine.logits(PROMPT), Engine(folder, threads=1).logits(PROMPT))
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    with (broken / "model-m6.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    engine = Engine(broken, threads=1, progressive=True)
+    with pytest.raises(OtaroError, match="model-m6"):
+        engine.finish_loading()
+    assert engine.precision == Precision.E5M5
 
 
 def test_planes_may_go_between_two_tokens(engine: Engine, folder: Path) -> None:

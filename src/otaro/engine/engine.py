@@ -39,6 +39,9 @@ SURE_ENOUGH = 0.5
 class Engine:
     """A packed folder ready to run. `precision` is the width in use; set it at any time, even between two tokens.
 
+    With `progressive` it is ready as soon as the narrowest width is in; wider planes join in the background, and the
+    width in use rises with them up to `precision`, unless it is set meanwhile.
+
     `context` is how many tokens a text may have, at most the model's own limit. One text runs at a time: a second
     caller waits until the first one's iterator has ended or is closed. Precision and planes may change meanwhile.
     """
@@ -50,11 +53,13 @@ class Engine:
         *,
         context: int | None = None,
         threads: int | None = None,
+        progressive: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.threads = threads or len(os.sched_getaffinity(0))
         chosen = None if precision is None else Precision(precision)
-        self.weights = Weights(Path(folder), chosen, threads=self.threads, progress=progress)
+        first = NARROWEST if progressive else chosen
+        self.weights = Weights(Path(folder), first, threads=self.threads, progress=progress)
         limit = self.weights.config.max_position_embeddings
         if context is not None and not 1 <= context <= limit:
             raise OtaroError(f"a context of {context} tokens is not possible: the model's own is {limit}")
@@ -64,6 +69,13 @@ class Engine:
         self._held: list[int] = []
         self._text = threading.Lock()  # held while a text is run, between its tokens too
         self._lock = threading.RLock()  # held while weights are read or changed
+        self._loader: threading.Thread | None = None
+        self._failure: OtaroError | None = None
+        if progressive:
+            wanted = chosen or self.weights.folder.precisions[0]
+            self.weights.folder.check_available(wanted)
+            self._loader = threading.Thread(target=self._load_wider, args=(wanted,), daemon=True)
+            self._loader.start()
 
     @property
     def precision(self) -> Precision:
@@ -85,9 +97,26 @@ class Engine:
     def raise_to(self, precision: Precision | str) -> None:
         """Read the planes up to a width from the folder again and use it."""
         width = Precision(precision)
-        with self._lock:
-            self.weights.raise_to(width)
-            self._precision = width
+        self.weights.raise_to(width, self._lock)
+        self._precision = width
+
+    def finish_loading(self) -> None:
+        """Wait until all planes have joined; an error if some could not be read."""
+        if self._loader is not None:
+            self._loader.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _load_wider(self, precision: Precision) -> None:
+        try:
+            for width in sorted(Precision):
+                if NARROWEST < width <= precision:
+                    rising = self._precision == self.weights.precision
+                    self.weights.raise_to(width, self._lock)
+                    if rising:
+                        self._precision = width
+        except OtaroError as error:
+            self._failure = error
 
     @property
     def memory(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,12 @@ class Weights:
                 matrix.drop_bit(bit)
         self.precision = min(self.precision, precision)
 
-    def raise_to(self, precision: Precision) -> None:
-        """Read the planes up to a width from the folder again."""
+    def raise_to(self, precision: Precision, lock: AbstractContextManager[Any] = nullcontext()) -> None:
+        """Read the planes up to a width from the folder again; `lock` is held while a matrix is changed."""
         self.folder.check(precision)
         for width in self.folder.widths(precision):
             if width > self.precision:
-                self._load_bits(width)
+                self._load_bits(width, lock)
                 self.precision = width
 
     def widths(self, precision: Precision, overrides: Mapping[str, Precision] | None = None) -> bytes:
@@ -130,10 +131,11 @@ class Weights:
         floor = self._floors.get(name, NARROWEST)
         return floor.mantissa - NARROWEST.mantissa
 
-    def _load_bits(self, width: Precision) -> None:
+    def _load_bits(self, width: Precision, lock: AbstractContextManager[Any] = nullcontext()) -> None:
         for key, plane in self.folder.planes(width):
             name, _, part = key.rpartition(".")
-            self._matrices[name].set_bit(_BITS[part], plane)
+            with lock:
+                self._matrices[name].set_bit(_BITS[part], plane)
 
     def _set_vector(self, key: str, tensor: Tensor) -> None:
         place = vector_place(key)
