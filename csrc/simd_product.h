@@ -53,7 +53,7 @@ template <class V, int kPlanes> class PackedSteps {
         base_ += kBaseBytes;
         for (int p = 0; p < kPlanes; ++p) {
             planes_[p] = V::load_bytes(bits_[p]);
-            V::prefetch(bits_[p] + 4 * kAhead * kPlaneBytes);
+            V::prefetch(bits_[p] + 2 * kAhead * kPlaneBytes);
             bits_[p] += kPlaneBytes;
         }
     }
@@ -76,7 +76,7 @@ template <class V, int kPlanes> class PackedSteps {
     }
 
   private:
-    static constexpr int kAhead = 8; // blocks of base
+    static constexpr int kAhead = 32; // blocks of base, into the second-level cache
     const uint8_t* base_;
     const uint8_t* bits_[kPlanes + 1];
     typename V::B vectors_[4], planes_[kPlanes + 1];
