@@ -1,18 +1,15 @@
 #include "matrix.h"
 
+#include <cstdlib>
 #include <new>
-
-#if defined(__linux__)
-#    include <sys/mman.h>
-#endif
+#include <sys/mman.h>
 
 #include "threads.h"
 
 namespace otaro {
 namespace {
 
-constexpr int64_t kAlignment = 64, kBehind = 64;
-constexpr int64_t kHugePage = int64_t{1} << 21;
+constexpr int64_t kAlignment = 64, kMapFrom = int64_t{1} << 20;
 constexpr int64_t kTileGrain = 8;
 
 // Every fourth bit of a word, from the lowest on, as one byte.
@@ -25,18 +22,30 @@ uint8_t every_fourth(uint32_t word) {
 
 } // namespace
 
-void* allocate_bytes(int64_t bytes) {
-    // Fewer and larger pages where it is worth it: weights are read from end to end for every token.
-    const bool huge = bytes >= 2 * kHugePage;
-    const int64_t alignment = huge ? kHugePage : kAlignment;
-    const int64_t size = (bytes + kBehind + kAlignment - 1) / kAlignment * kAlignment;
-    void* memory = nullptr;
-    if (posix_memalign(&memory, static_cast<size_t>(alignment), static_cast<size_t>(size)) != 0) throw std::bad_alloc();
+std::pair<void*, Freed> allocate_bytes(int64_t bytes) {
+    const int64_t size = (bytes + kAlignment) / kAlignment * kAlignment;
+    if (size >= kMapFrom) {
+        void* const memory =
+            mmap(nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+        if (memory == MAP_FAILED) throw std::bad_alloc();
 #if defined(__linux__)
-    if (huge) madvise(memory, static_cast<size_t>(size / kHugePage * kHugePage), MADV_HUGEPAGE);
+        // Fewer and larger pages: weights are read from end to end for every token.
+        madvise(memory, static_cast<size_t>(size), MADV_HUGEPAGE);
 #endif
+        return {memory, Freed{size}};
+    }
+    void* memory = nullptr;
+    if (posix_memalign(&memory, kAlignment, static_cast<size_t>(size)) != 0) throw std::bad_alloc();
     memset(memory, 0, static_cast<size_t>(size));
-    return memory;
+    return {memory, Freed{}};
+}
+
+void Freed::operator()(void* memory) const {
+    if (mapped > 0) {
+        munmap(memory, static_cast<size_t>(mapped));
+    } else {
+        std::free(memory);
+    }
 }
 
 Matrix::Matrix(int64_t rows, int64_t columns, int group_size) : group_size_(group_size) {

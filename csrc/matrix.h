@@ -1,22 +1,25 @@
 // A packed matrix as the engine keeps it (see tiles.h): planes come and go, the base stays.
 #pragma once
 
-#include <cstdlib>
 #include <memory>
+#include <utility>
 
 #include "tiles.h"
 
 namespace otaro {
 
+// Memory that is zero at first and lies on a border of cache lines. Large pieces are mapped: they take no real memory
+// until they are written to, so a long context costs nothing before it is used.
 struct Freed {
-    void operator()(void* memory) const { std::free(memory); }
+    int64_t mapped = 0; // bytes, 0 for memory of the heap
+    void operator()(void* memory) const;
 };
 template <class T> using Memory = std::unique_ptr<T[], Freed>;
 
-// Zeroed, on a border of cache lines, with room behind for a vector read too far; throws std::bad_alloc.
-void* allocate_bytes(int64_t bytes);
+std::pair<void*, Freed> allocate_bytes(int64_t bytes); // throws std::bad_alloc
 template <class T> Memory<T> allocate(int64_t count) {
-    return Memory<T>(static_cast<T*>(allocate_bytes(count * static_cast<int64_t>(sizeof(T)))));
+    const auto [memory, freed] = allocate_bytes(count * static_cast<int64_t>(sizeof(T)));
+    return Memory<T>(static_cast<T*>(memory), freed);
 }
 
 class Matrix {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import otaro
 from otaro import ops
+from otaro.engine import native
 from otaro.engine.architecture import UnsupportedError
 from otaro.engine.engine import Engine, widest_that_fits
 from otaro.engine.native import Matrix, Session
@@ -379,3 +381,79 @@ def test_generated_text_is_streamed_and_counted(engine: Engine) -> None:
     assert 0 < result.tokens <= 9
     with pytest.raises(OtaroError, match="stop string is empty"):
         generate(engine, Bytes(), PROMPT, max_new_tokens=9, stop=[""])
+
+
+# ---- the C ABI ------------------------------------------------------------------------------------------------------
+
+
+def test_the_library_checks_sizes_before_it_touches_memory(engine: Engine) -> None:
+    library, session = native._library(), Session(engine.weights.model, 32)
+    widths = engine.weights.widths(Precision.E5M4)
+    tokens = numpy.array([1, 2, 3], dtype=numpy.int32)
+    logits = numpy.empty((3, architectures.VOCABULARY), dtype=numpy.float32)
+    good: dict[str, Any] = {
+        "session": session.handle,
+        "tokens": tokens.ctypes.data,
+        "tokens_bytes": tokens.nbytes,
+        "count": 3,
+        "position": 0,
+        "widths": widths,
+        "widths_bytes": len(widths),
+        "logits": logits.ctypes.data,
+        "logits_bytes": logits.nbytes,
+        "logits_count": 3,
+        "threads": 2,
+    }
+    assert library.otaro_session_run(*good.values()) == 0
+    argument, buffer, index = 1, 2, 4
+    for name, value, error in (
+        ("session", None, argument),
+        ("tokens", None, argument),
+        ("tokens_bytes", 11, buffer),
+        ("count", 0, argument),
+        ("count", 2**40, argument),
+        ("count", -1, argument),
+        ("position", -1, argument),
+        ("position", 4, index),
+        ("position", 2**62, index),
+        ("widths_bytes", 3, buffer),
+        ("widths", bytes([4, 9, 4, 4]), argument),
+        ("logits", None, argument),
+        ("logits_bytes", logits.nbytes - 1, buffer),
+        ("logits_count", 4, argument),
+        ("threads", 0, argument),
+        ("threads", 10**6, argument),
+    ):
+        assert library.otaro_session_run(*{**good, name: value}.values()) == error, (name, value)
+    assert library.otaro_session_run(*good.values()) == 0
+
+
+def test_matrices_must_fit_their_place(engine: Engine) -> None:
+    planes, _ = ops.pack(torch.randn(16, 32), Format())
+    matrix = Matrix(planes, (16, 32), Format(), threads=1)
+    library = native._library()
+    handle = engine.weights.model.handle
+    for layer, role, error in ((0, 2, 2), (0, 9, 1), (0, -1, 1), (99, 2, 4), (-1, 2, 4), (1, 0, 4)):
+        assert library.otaro_model_set_matrix(handle, layer, role, matrix.handle) == error
+    assert library.otaro_matrix_set_bit(matrix.handle, 4, planes.bits[0].data_ptr(), 1, 1) == 2
+    assert library.otaro_matrix_set_bit(matrix.handle, 9, None, 0, 1) == 1
+    with pytest.raises(RuntimeError):
+        Matrix(planes, (10**9, 10**9), Format(), threads=1)
+    with pytest.raises(RuntimeError):
+        Matrix(planes, (16, 32), Format("truncate"), threads=1)
+
+
+def test_two_engines_in_two_threads_do_not_disturb_each_other(folder: Path) -> None:
+    expected = run(Engine(folder, threads=2))
+    found: list[list[int]] = []
+
+    def work() -> None:
+        engine = Engine(folder, threads=2)
+        found.extend(run(engine) for _ in range(5))
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == [expected] * 10
