@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -316,6 +317,32 @@ def test_other_architectures_are_told_apart(tmp_path: Path) -> None:
     nearest.mkdir()
     with pytest.raises(UnsupportedError, match="nearest"):
         Engine(packed_model(architectures.config("llama"), nearest, Format("nearest")))
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("hidden_size", 64),
+        ("num_hidden_layers", 3),
+        ("num_hidden_layers", 1),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 4),
+        ("num_key_value_heads", -2),
+        ("head_dim", 24),
+        ("vocab_size", 10**9),
+        ("intermediate_size", 81),
+        ("rms_norm_eps", "small"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}),
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit_is_one_clear_error(folder: Path, tmp_path: Path, setting: str, value: Any) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, setting: value}))
+    with pytest.raises((OtaroError, UnsupportedError)):
+        Engine(broken, threads=1)
 
 
 def test_the_memory_given_decides_the_width() -> None:

@@ -20,8 +20,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import otaro
+from otaro.bench.command import BENCH_EXAMPLE, bench
 from otaro.console import decode_text, note, parse_size, progress_bar, results, size_text
-from otaro.engine.bench_command import BENCH_EXAMPLE, bench
 from otaro.engine.command import CHAT_EXAMPLE, GENERATE_EXAMPLE, chat, generate
 from otaro.errors import OtaroError
 from otaro.precision import WIDEST, Precision, parse_precisions

@@ -11,7 +11,9 @@ from typing import Any
 
 from otaro.checkpoint.folder import PackedFolder
 from otaro.engine.native import MatrixRole, Shape, VectorRole
+from otaro.errors import FormatError
 
+MOST_HEAD_DIMENSION = 1024
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -85,6 +87,17 @@ def read_shape(folder: PackedFolder, config: Any) -> Shape:
         place = vector_place(entry.name) if entry.floor is None else matrix_place(entry.name)
         if place is None:
             raise UnsupportedError(f"it has a tensor {entry.name} that the native engine does not know")
+    try:
+        shape = _shape(config)
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
+        raise FormatError(
+            f"{folder.path}/config.json holds a setting that cannot be used ({error}): fetch it again"
+        ) from error
+    _check_tensors(folder, shape)
+    return shape
+
+
+def _shape(config: Any) -> Shape:
     head_dimension = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     frequency, factor = _rope(config, head_dimension)
     return Shape(
@@ -100,6 +113,54 @@ def read_shape(folder: PackedFolder, config: Any) -> Shape:
         rope_factor=factor,
         window=_windows(config),
     )
+
+
+def _check_tensors(folder: PackedFolder, shape: Shape) -> None:
+    """The config is not covered by the files' checksums: everything it says must fit the tensors."""
+    heads, kv_heads = shape.heads * shape.head_dimension, shape.kv_heads * shape.head_dimension
+    shapes = {
+        MatrixRole.EMBEDDING: (shape.vocabulary, shape.hidden),
+        MatrixRole.HEAD: (shape.vocabulary, shape.hidden),
+        MatrixRole.QUERY: (heads, shape.hidden),
+        MatrixRole.KEY: (kv_heads, shape.hidden),
+        MatrixRole.VALUE: (kv_heads, shape.hidden),
+        MatrixRole.OUTPUT: (shape.hidden, heads),
+        MatrixRole.GATE: (shape.intermediate, shape.hidden),
+        MatrixRole.UP: (shape.intermediate, shape.hidden),
+        MatrixRole.DOWN: (shape.hidden, shape.intermediate),
+    }
+    entries = {entry.name: entry for entry in folder.entries}
+    needed = {"model.norm.weight", EMBEDDING}
+    for layer in range(shape.layers):
+        norms = [name for name, role in VECTORS.items() if role <= VectorRole.FEED_FORWARD_NORM]
+        needed |= {f"model.layers.{layer}.{name}" for name in [*MATRICES, *norms]}
+    missing = min(needed - set(entries), default=None)
+    if missing is not None:
+        raise FormatError(f"{folder.path}/config.json speaks of a tensor {missing} that is not there: fetch it again")
+    for entry in entries.values():
+        place = matrix_place(entry.name) if entry.floor is not None else vector_place(entry.name)
+        fits = place is not None and place[0] < shape.layers
+        if place is not None and isinstance(place[1], MatrixRole):
+            fits = fits and entry.shape == shapes[place[1]]
+        elif place is not None:
+            fits = fits and entry.shape == (_length(place[1], shape),)
+        if not fits:
+            raise FormatError(f"{folder.path}/config.json does not fit the tensor {entry.name}: fetch it again")
+    if shape.heads % shape.kv_heads or shape.head_dimension % 2 or shape.head_dimension > MOST_HEAD_DIMENSION:
+        raise FormatError(f"{folder.path}/config.json has heads that do not go together: fetch it again")
+
+
+def _length(role: VectorRole, shape: Shape) -> int:
+    lengths = {
+        VectorRole.QUERY_NORM: shape.head_dimension,
+        VectorRole.KEY_NORM: shape.head_dimension,
+        VectorRole.QUERY_BIAS: shape.heads * shape.head_dimension,
+        VectorRole.KEY_BIAS: shape.kv_heads * shape.head_dimension,
+        VectorRole.VALUE_BIAS: shape.kv_heads * shape.head_dimension,
+        VectorRole.GATE_BIAS: shape.intermediate,
+        VectorRole.UP_BIAS: shape.intermediate,
+    }
+    return lengths.get(role, shape.hidden)
 
 
 def _windows(config: Any) -> tuple[int, ...]:

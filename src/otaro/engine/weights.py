@@ -152,12 +152,15 @@ class Weights:
 
 def read_config(folder: Path) -> Any:
     """The transformers config of a packed folder."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedError("transformers cannot read its config") from error
+    except StrictDataclassError as error:
+        raise FormatError(f"{folder}/config.json holds a setting that cannot be used: fetch it again") from error
 
 
 def _read_generation(folder: Path) -> dict[str, Any]:

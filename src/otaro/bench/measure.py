@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from otaro.bench.llama_cpp import LlamaCpp, import_llama_cpp
 from otaro.checkpoint.folder import Progress
 from otaro.engine.engine import Engine
-from otaro.engine.llama_cpp import LlamaCpp, import_llama_cpp
 from otaro.errors import OtaroError
 from otaro.export import export_gguf
 from otaro.export.blocks import block_type

@@ -14,7 +14,7 @@ from otaro.errors import OtaroError
 from otaro.precision import parse_precisions
 
 if TYPE_CHECKING:
-    from otaro.engine.bench import Row
+    from otaro.bench.measure import Row
 
 BENCH_EXAMPLE = "Example: otaro bench smollm2-packed --threads 2 --against llama.cpp"
 
@@ -38,8 +38,8 @@ def bench(
     if against not in (None, "llama.cpp"):
         raise OtaroError(f"there is nothing called {against} to measure against: only llama.cpp")
     from otaro import checkpoint
+    from otaro.bench.measure import measure
     from otaro.engine.architecture import UnsupportedError
-    from otaro.engine.bench import measure
     from otaro.evaluate.report import check_plot, write_json
 
     if plot is not None:
