@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -62,11 +61,6 @@ class Weights:
     def precisions(self) -> list[Precision]:
         """The widths that can be run now, the widest first."""
         return [precision for precision in Precision if precision <= self.precision]
-
-    def bytes_at(self, precision: Precision) -> int:
-        """Bytes of memory the packed weights take when loaded up to a width."""
-        bits = precision.mantissa + 1
-        return sum(math.prod(entry.shape) * bits // 8 for entry in self.folder.entries if entry.floor is not None)
 
     def drop_to(self, precision: Precision) -> None:
         """Free the planes above a width."""
