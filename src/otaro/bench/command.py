@@ -71,6 +71,8 @@ def bench(
         print(json.dumps(figures, indent=2))
     else:
         results().print(_table(rows))
+        if against is not None:
+            results().print(_comparison(rows))
         if json_out is not None:
             write_json(figures, json_out)
     if plot is not None:
@@ -79,13 +81,11 @@ def bench(
 
 def _table(rows: list[Row]) -> Table:
     table = Table("precision")
-    headings = ["bits", "weights", "load", "first token", "prefill tok/s", "decode tok/s", "of bandwidth"]
-    if rows[0].peer is not None:
-        headings += ["llama.cpp", "prefill", "decode", "× prefill", "× decode"]
-    for heading in headings:
+    for heading in ("bits", "weights", "load", "first token", "prefill tok/s", "decode tok/s", "of bandwidth"):
         table.add_column(heading, justify="right")
     for row in rows:
-        cells = [
+        table.add_row(
+            str(row.precision),
             f"{row.bits_per_weight:.2f}",
             size_text(row.weight_bytes),
             f"{row.load_seconds:.2f} s",
@@ -93,12 +93,19 @@ def _table(rows: list[Row]) -> Table:
             f"{row.speed.prefill:.0f}",
             f"{row.speed.decode:.1f}",
             f"{row.bandwidth_share:.0%}",
-        ]
-        if row.peer is not None and row.peer_type is not None:
-            ratios = (row.speed.prefill / row.peer.prefill, row.speed.decode / row.peer.decode)
-            cells += [row.peer_type, f"{row.peer.prefill:.0f}", f"{row.peer.decode:.1f}"]
-            cells += [f"{ratio:.2f}" for ratio in ratios]
-        table.add_row(str(row.precision), *cells)
+        )
+    return table
+
+
+def _comparison(rows: list[Row]) -> Table:
+    table = Table("precision", "twin in llama.cpp")
+    for heading in ("prefill tok/s", "decode tok/s", "otaro's prefill", "otaro's decode"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        if row.peer is not None:
+            prefill, decode = row.speed.prefill / row.peer.prefill, row.speed.decode / row.peer.decode
+            figures = (f"{row.peer.prefill:.0f}", f"{row.peer.decode:.1f}", f"× {prefill:.2f}", f"× {decode:.2f}")
+            table.add_row(str(row.precision), row.peer_type, *figures)
     return table
 
 
