@@ -2,6 +2,7 @@
 // XGETBV tells; CPUID alone does not.
 
 #include "dispatch.h"
+#include "engine_kernels.h"
 
 #if defined(__x86_64__)
 #    include <cpuid.h>
@@ -11,7 +12,7 @@ namespace otaro {
 namespace {
 
 struct Machine {
-    bool avx2 = false, avx512 = false, neon = false;
+    bool avx2 = false, avx512 = false, vnni = false, neon = false;
 
     Machine() {
 #if defined(__x86_64__)
@@ -27,6 +28,8 @@ struct Machine {
         constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; // F, DQ, BW, VL
         avx2 = (b & kAvx2) != 0;
         avx512 = avx2 && (low & kZmm) == kZmm && (b & kAvx512) == kAvx512;
+        constexpr unsigned kVnni = 1u << 11;
+        vnni = avx512 && (c & kVnni) != 0;
 #elif defined(__aarch64__)
         neon = true;
 #endif
@@ -55,6 +58,19 @@ const Kernels* kernels_for(int32_t isa) {
     case OTARO_AVX2: return machine().avx2 ? kernels_avx2 : nullptr;
     case OTARO_AVX512: return machine().avx512 ? kernels_avx512 : nullptr;
     case OTARO_NEON: return machine().neon ? kernels_neon : nullptr;
+    default: return nullptr;
+    }
+}
+
+const EngineKernels* engine_kernels_for(int32_t isa) {
+    switch (isa) {
+    case OTARO_AUTO: return engine_kernels_for(best_isa());
+    case OTARO_REFERENCE: return engine_kernels_ref;
+    case OTARO_AVX2: return machine().avx2 ? engine_kernels_avx2 : nullptr;
+    case OTARO_AVX512:
+        if (!machine().avx512) return nullptr;
+        return machine().vnni ? engine_kernels_avx512 : engine_kernels_avx2;
+    case OTARO_NEON: return machine().neon ? engine_kernels_neon : nullptr;
     default: return nullptr;
     }
 }

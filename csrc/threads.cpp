@@ -80,6 +80,12 @@ struct Job {
 class Pool {
   public:
     void run(Job& job) {
+        publish(job);
+        job.work();
+        withdraw(job);
+    }
+
+    void publish(Job& job) {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
             grow(job.places);
@@ -87,7 +93,10 @@ class Pool {
             published_.fetch_add(1, std::memory_order_release);
         }
         wake_.notify_all();
-        job.work();
+    }
+
+    // No helper joins any more; returns when those that did have left.
+    void withdraw(Job& job) {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
             for (size_t i = 0; i < jobs_.size(); ++i) {
@@ -182,6 +191,80 @@ void run_ranges(int threads, int64_t items, int64_t grain, RangeFunction functio
         job.work();
     } else {
         the_pool().run(job);
+    }
+}
+
+// ---- teams ----------------------------------------------------------------------------------------------------------
+
+struct Team::Members {
+    DefaultFloatMode mode; // the caller's; helpers have their own
+    Job job;
+};
+
+Team::Team(int threads) : members_(new Members), alone_(threads < 2) {
+    if (alone_) return;
+    Job& job = members_->job;
+    job.function = [](void* context, int64_t first, int64_t) {
+        static_cast<Team*>(context)->help(static_cast<int>(first) + 1);
+    };
+    job.context = this;
+    job.items = job.places = threads - 1;
+    job.grain = 1;
+    the_pool().publish(job);
+}
+
+Team::~Team() {
+    over_.store(true, std::memory_order_release);
+    if (!alone_) the_pool().withdraw(members_->job);
+}
+
+void Team::start(int64_t items, int64_t grain, TaskFunction function, void* context) {
+    const int64_t ranges = (items - 1) / grain + 1;
+    if (alone_ || ranges < 2 || ranges > kMostRanges) {
+        function(context, 0, 0, items);
+        return;
+    }
+    const uint64_t phase = ++phase_;
+    Phase& current = phases_[phase % 2];
+    current = {function, context, items, grain};
+    done_.store(0, std::memory_order_relaxed);
+    ticket_.store(phase << kPhaseShift | static_cast<uint64_t>(ranges) << kRangesShift, std::memory_order_release);
+    while (take(0)) {
+    }
+    int64_t spins = 0;
+    while (done_.load(std::memory_order_acquire) != ranges) {
+        relax();
+        // A helper that holds a range may have lost its processor to somebody else, or to us.
+        if (++spins % kSpins == 0) std::this_thread::yield();
+    }
+}
+
+// Takes a range if one is left and works on it. The ticket says all that decides: which phase, how many ranges, which is
+// next. So a helper that comes late, after the phase it saw has ended, either takes a range of the next one or none.
+bool Team::take(int worker) {
+    const uint64_t seen = ticket_.load(std::memory_order_relaxed);
+    const auto ranges = [](uint64_t ticket) { return ticket >> kRangesShift & kMostRanges; };
+    const auto next = [](uint64_t ticket) { return ticket & kMostRanges; };
+    if (next(seen) >= ranges(seen)) return false;
+    const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
+    if (next(ticket) >= ranges(ticket)) return false;
+    const Phase& phase = phases_[(ticket >> kPhaseShift) % 2];
+    const int64_t first = static_cast<int64_t>(next(ticket)) * phase.grain;
+    const int64_t last = phase.items - first < phase.grain ? phase.items : first + phase.grain;
+    phase.function(phase.context, worker, first, last);
+    done_.fetch_add(1, std::memory_order_release);
+    return true;
+}
+
+void Team::help(int worker) {
+    int64_t spins = 0;
+    while (!over_.load(std::memory_order_acquire)) {
+        if (take(worker)) {
+            spins = 0;
+            continue;
+        }
+        relax();
+        if (++spins % kSpins == 0) std::this_thread::yield();
     }
 }
 

@@ -1,7 +1,9 @@
 // A small persistent thread pool.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 
 namespace otaro {
 
@@ -16,5 +18,53 @@ template <class Body> void parallel(int threads, int64_t items, int64_t grain, B
         threads, items, grain,
         [](void* context, int64_t first, int64_t last) { (*static_cast<Body*>(context))(first, last); }, &body);
 }
+
+// Threads that stay together over many short phases of work, one after another, such as the layers of a model: between
+// phases they wait in a loop, because waking a thread takes longer than a phase. The caller works too and never waits for
+// a helper that has not come, so a busy machine costs speed, not progress.
+class Team {
+  public:
+    explicit Team(int threads);
+    ~Team();
+    Team(const Team&) = delete;
+    Team& operator=(const Team&) = delete;
+
+    // Calls body(worker, first, last) over [0, items) in ranges of `grain`, worker below the number of threads, and
+    // returns when all is done. Which worker gets a range is left to chance.
+    template <class Body> void run(int64_t items, int64_t grain, const Body& body) {
+        if (items <= 0) return;
+        start(
+            items, grain,
+            [](void* context, int worker, int64_t first, int64_t last) {
+                (*static_cast<const Body*>(context))(worker, first, last);
+            },
+            const_cast<Body*>(&body));
+    }
+
+  private:
+    using TaskFunction = void (*)(void* context, int worker, int64_t first, int64_t last);
+    struct Phase {
+        TaskFunction function;
+        void* context;
+        int64_t items, grain;
+    };
+    struct Members;
+
+    // A ticket: the phase in the upper bits, then the number of ranges, then the next range.
+    static constexpr int kRangesShift = 20, kPhaseShift = 40;
+    static constexpr int64_t kMostRanges = (int64_t{1} << kRangesShift) - 1;
+
+    void start(int64_t items, int64_t grain, TaskFunction function, void* context);
+    bool take(int worker);
+    void help(int worker);
+
+    std::unique_ptr<Members> members_;
+    bool alone_;
+    uint64_t phase_ = 0;
+    Phase phases_[2] = {};
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
+    alignas(64) std::atomic<bool> over_{false};
+};
 
 } // namespace otaro

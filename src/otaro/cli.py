@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -21,7 +20,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import otaro
-from otaro.console import note, progress_bar, results, size_text
+from otaro.bench.command import BENCH_EXAMPLE, bench
+from otaro.console import decode_text, note, parse_size, progress_bar, results, size_text
+from otaro.engine.command import CHAT_EXAMPLE, GENERATE_EXAMPLE, chat, generate
 from otaro.errors import OtaroError
 from otaro.evaluate import command as evaluate_command
 from otaro.precision import WIDEST, Precision
@@ -153,52 +154,24 @@ def cut(
     show_info(packed, as_json=False)
 
 
-@app.command(
-    epilog="Example: echo 'Why is the sky blue?' | otaro generate smollm2-packed --precision E5M4 > answer.txt"
-)
-def generate(
-    folder: PackedFolder,
-    prompt: Annotated[
-        str | None, typer.Option(help="The prompt; '-' reads it from stdin, as does a pipe when this is left out.")
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PRECISION", envvar="OTARO_PRECISION", help="The precision to run at; the widest if left out."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the likeliest token; above 0 draws, the more freely the higher.")
-    ] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Draw the same tokens each time.", min=0, max=2**32 - 1)] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on from the prompt as it stands, no chat template.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
-) -> None:
-    """Generate text from a prompt, streamed to stdout."""
-    width = None if precision is None else Precision(precision)
-    text = read_prompt(prompt)
-    model, tokenizer = load_model(folder, width)
-    from otaro.generate import generate as generate_text
+app.command("generate", epilog=GENERATE_EXAMPLE)(generate)
+app.command("chat", epilog=CHAT_EXAMPLE)(chat)
+app.command("bench", epilog=BENCH_EXAMPLE)(bench)
 
-    result = generate_text(
-        model,
-        tokenizer,
-        text,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        raw=raw,
-        on_text=None if as_json else stream,
-    )
-    if as_json:
-        print(json.dumps(result.to_json(), ensure_ascii=False))
-    else:
-        stream("\n")
-    note(
-        f"{result.precision}: {result.tokens} tokens, {result.tokens_per_second:.1f} tokens/s, "
-        f"the first after {result.first_token_seconds:.2f} s"
-    )
+
+@app.command(epilog="Example: otaro export smollm2-packed smollm2-e5m4.gguf --precision E5M4")
+def export(
+    folder: PackedFolder,
+    out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write; it must not exist yet.")],
+    precision: Annotated[str, typer.Option(metavar="PRECISION", help="The precision whose values to write.")],
+) -> None:
+    """Write a GGUF file for llama.cpp, Ollama or LM Studio with exactly the values of a precision."""
+    width = Precision(precision)
+    from otaro.export import export_gguf
+
+    with progress_bar() as progress:
+        export_gguf(folder, out, width, progress)
+    print(f"{out} holds {folder} at {width}: {size_text(out.stat().st_size)}")
 
 
 app.command("eval", epilog=evaluate_command.EXAMPLE)(evaluate_command.evaluate)
@@ -247,36 +220,6 @@ def show_info(packed: Info, as_json: bool) -> None:
     for precision in packed.precisions:
         table.add_row(str(precision), f"{packed.bits_per_weight(precision):.2f}", size_text(packed.size(precision)))
     console.print(table)
-
-
-def stream(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def read_prompt(prompt: str | None) -> str:
-    """The prompt given, or stdin's text where that is asked for or piped in."""
-    if prompt is not None and prompt != "-":
-        return prompt
-    if prompt is None and sys.stdin.isatty():
-        raise OtaroError("there is no prompt: give --prompt TEXT or pipe one in")
-    return decode_text(sys.stdin.buffer.read(), "the prompt on stdin").rstrip("\n")
-
-
-def decode_text(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise OtaroError(f"{name} is not UTF-8 text: the byte at position {error.start} cannot be read") from error
-
-
-def parse_size(text: str) -> int:
-    """A number of bytes such as 500MB, 5GB or 2GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        raise OtaroError(f"{text!r} is not a size: write it as 500MB or 5GB")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,6 +5,8 @@ So `otaro generate ... | less` and `otaro eval --json - | jq` see the result alo
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from otaro.errors import OtaroError
 
 if TYPE_CHECKING:
     from otaro.checkpoint.folder import Progress as ProgressCallback
@@ -70,3 +74,33 @@ def size_text(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.2f} {unit}"
     return f"{size} bytes"
+
+
+def stream(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt given, or stdin's text where that is asked for or piped in."""
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise OtaroError("there is no prompt: give --prompt TEXT or pipe one in")
+    return decode_text(sys.stdin.buffer.read(), "the prompt on stdin").rstrip("\n")
+
+
+def decode_text(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OtaroError(f"{name} is not UTF-8 text: the byte at position {error.start} cannot be read") from error
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes such as 500MB, 5GB or 2GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise OtaroError(f"{text!r} is not a size: write it as 500MB or 5GB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))

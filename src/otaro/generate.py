@@ -59,7 +59,6 @@ def prompt_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> Tensor:
     return ids
 
 
-@torch.inference_mode()
 def generate(
     model: Any,
     tokenizer: Any,
@@ -81,14 +80,36 @@ def generate(
         raise OtaroError(f"max_new_tokens is {max_new_tokens}: ask for at least 1 token")
     if temperature < 0:
         raise OtaroError(f"temperature is {temperature}: it must be 0 or more")
-    ids = prompt_tokens(tokenizer, prompt, raw=raw).to(model.device)
+    return continue_tokens(
+        model,
+        tokenizer,
+        prompt_tokens(tokenizer, prompt, raw=raw),
+        max_new_tokens=max_new_tokens,
+        settings={"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False},
+        seed=seed,
+        on_text=on_text,
+    )
+
+
+@torch.inference_mode()
+def continue_tokens(
+    model: Any,
+    tokenizer: Any,
+    ids: Tensor,
+    *,
+    max_new_tokens: int,
+    settings: dict[str, Any],
+    seed: int | None = None,
+    on_text: Callable[[str], None] | None = None,
+) -> GenerationResult:
+    """Go on from tokens, [1, tokens]; `settings` are passed on to transformers' generate."""
+    ids = ids.to(model.device)
     context = context_length(model)
     if ids.shape[1] + max_new_tokens > context:
         raise OtaroError(
             f"{ids.shape[1]} tokens of prompt and {max_new_tokens} new ones do not fit the model's context of "
             f"{context}: shorten the prompt or ask for fewer"
         )
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     end_tokens = _end_tokens(model, tokenizer)
     streamer = _Streamer(tokenizer, on_text)
     with torch.random.fork_rng(enabled=seed is not None):
@@ -102,7 +123,7 @@ def generate(
             eos_token_id=end_tokens or None,
             pad_token_id=end_tokens[0] if end_tokens else 0,
             streamer=streamer,
-            **sampling,
+            **settings,
         )
     seconds = time.perf_counter() - start
     first_token_seconds = streamer.first_token_time - start

@@ -23,7 +23,7 @@ from otaro.packing import Planes, padded_columns, plane_shapes
 from otaro.precision import NARROWEST, WIDEST, Precision
 from otaro.sefp import Codes, Format
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_NAME = "libotaro_core.so"
 LIBRARY_VARIABLE = "OTARO_NATIVE_LIBRARY"
 
@@ -125,12 +125,12 @@ def pack(weight: Tensor, format: Format, *, isa: str | None = None) -> tuple[Pla
     clamped = torch.zeros(2, dtype=torch.int64)
     index = ctypes.c_int64(-1)
     error = library().otaro_pack(
-        *(ctypes.byref(_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _DTYPES[weight.dtype]),
-        *(ctypes.byref(_planes(planes)), clamped.data_ptr(), ctypes.byref(index), _threads(), _isa(isa)),
+        *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _DTYPES[weight.dtype]),
+        *(ctypes.byref(c_planes(planes)), clamped.data_ptr(), ctypes.byref(index), _threads(), isa_number(isa)),
     )
     if error == _NOT_FINITE:
         raise sefp.not_finite(weight, index.value)
-    _check(error)
+    check(error)
     return planes, clamped
 
 
@@ -141,10 +141,10 @@ def dequantize(
     planes, rows = _checked_planes(planes, columns, precision, format)
     value = torch.empty((*planes.base.shape[:-1], columns), dtype=dtype)
     error = library().otaro_dequantize(
-        *(ctypes.byref(_format(format)), rows, columns, ctypes.byref(_planes(planes)), precision.mantissa),
-        *(*_data(value), _dtype(dtype), _threads(), _isa(isa)),
+        *(ctypes.byref(c_format(format)), rows, columns, ctypes.byref(c_planes(planes)), precision.mantissa),
+        *(*_data(value), _dtype(dtype), _threads(), isa_number(isa)),
     )
-    _check(error)
+    check(error)
     return value
 
 
@@ -153,10 +153,10 @@ def quantize(weight: Tensor, precision: Precision, format: Format, *, isa: str |
     weight = _contiguous(weight)
     value = torch.empty_like(weight)
     error = library().otaro_quantize(
-        *(ctypes.byref(_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _dtype(weight.dtype)),
-        *(precision.mantissa, *_data(value), _threads(), _isa(isa)),
+        *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _dtype(weight.dtype)),
+        *(precision.mantissa, *_data(value), _threads(), isa_number(isa)),
     )
-    _check(error)
+    check(error)
     return value
 
 
@@ -184,18 +184,18 @@ def linear(
     y = torch.empty((*x.shape[:-1], rows), dtype=torch.float32)
     error = library().otaro_linear(
         *(
-            ctypes.byref(_format(format)),
+            ctypes.byref(c_format(format)),
             rows,
             columns,
-            ctypes.byref(_planes(planes)),
+            ctypes.byref(c_planes(planes)),
             precision.mantissa,
             *_data(x),
             _rows(x),
         ),
         *((None, 0) if bias is None else _data(bias)),
-        *(*_data(y), _threads(), _isa(isa)),
+        *(*_data(y), _threads(), isa_number(isa)),
     )
-    _check(error)
+    check(error)
     return y
 
 
@@ -214,12 +214,19 @@ def embedding(
     ids = _contiguous(ids.to(torch.int64))
     value = torch.empty((*ids.shape, columns), dtype=dtype)
     error = library().otaro_rows(
-        *(ctypes.byref(_format(format)), rows, columns, ctypes.byref(_planes(planes)), precision.mantissa, *_data(ids)),
-        *(ids.numel(), *_data(value), _dtype(dtype), _threads(), _isa(isa)),
+        *(
+            ctypes.byref(c_format(format)),
+            rows,
+            columns,
+            ctypes.byref(c_planes(planes)),
+            precision.mantissa,
+            *_data(ids),
+        ),
+        *(ids.numel(), *_data(value), _dtype(dtype), _threads(), isa_number(isa)),
     )
     if error == _INDEX:
         raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())} reach outside the {rows} rows of the table")
-    _check(error)
+    check(error)
     return value
 
 
@@ -232,12 +239,12 @@ def encode(weight: Tensor, precision: Precision, format: Format, *, isa: str | N
     codes = Codes(code, exponent, polarity, precision, format)
     index = ctypes.c_int64(-1)
     error = library().otaro_encode(
-        *(ctypes.byref(_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _DTYPES[weight.dtype]),
-        *(precision.mantissa, ctypes.byref(_codes(codes)), ctypes.byref(index), _threads(), _isa(isa)),
+        *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _DTYPES[weight.dtype]),
+        *(precision.mantissa, ctypes.byref(_codes(codes)), ctypes.byref(index), _threads(), isa_number(isa)),
     )
     if error == _NOT_FINITE:
         raise sefp.not_finite(weight, index.value)
-    _check(error)
+    check(error)
     return codes
 
 
@@ -249,15 +256,15 @@ def decode(codes: Codes, dtype: torch.dtype = torch.float32, *, isa: str | None 
     value = torch.empty(codes.code.shape, dtype=dtype)
     error = library().otaro_decode(
         *(
-            ctypes.byref(_format(format)),
+            ctypes.byref(c_format(format)),
             _rows(codes.code),
             columns,
             ctypes.byref(_codes(codes)),
             codes.precision.mantissa,
         ),
-        *(*_data(value), _dtype(dtype), _threads(), _isa(isa)),
+        *(*_data(value), _dtype(dtype), _threads(), isa_number(isa)),
     )
-    _check(error)
+    check(error)
     return value
 
 
@@ -269,9 +276,9 @@ def truncate(codes: Codes, precision: Precision, *, isa: str | None = None) -> C
     result = torch.empty_like(code)
     error = library().otaro_truncate(
         *(sefp.SCHEMES.index(codes.format.scheme), code.numel(), *_data(code)),
-        *(codes.precision.mantissa, precision.mantissa, *_data(result), _threads(), _isa(isa)),
+        *(codes.precision.mantissa, precision.mantissa, *_data(result), _threads(), isa_number(isa)),
     )
-    _check(error)
+    check(error)
     return Codes(result, codes.exponent, codes.polarity, precision, codes.format)
 
 
@@ -296,7 +303,7 @@ def _load() -> ctypes.CDLL | str:
     return loaded
 
 
-def _isa(name: str | None) -> int:
+def isa_number(name: str | None) -> int:
     if name is None:
         return 0
     if name not in isas():
@@ -304,7 +311,7 @@ def _isa(name: str | None) -> int:
     return _ISAS.index(name)
 
 
-def _check(error: int) -> None:
+def check(error: int) -> None:
     if error:
         raise RuntimeError(f"the native library refused a call: {_ERRORS.get(error, f'error {error}')}")
 
@@ -378,12 +385,12 @@ def _data(tensor: Tensor) -> tuple[int, int]:
 
 
 @functools.cache
-def _format(format: Format) -> _CFormat:
+def c_format(format: Format) -> _CFormat:
     error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
     return _CFormat(sefp.SCHEMES.index(format.scheme), format.group_size, int(format.polarity), error)
 
 
-def _planes(planes: Planes) -> _CPlanes:
+def c_planes(planes: Planes) -> _CPlanes:
     bits = [_data(plane) for plane in planes.bits]
     return _CPlanes(
         *_data(planes.base),

@@ -1,0 +1,118 @@
+// What the C ABI checks before it touches memory.
+#pragma once
+
+#include <cstdint>
+
+#include "dispatch.h"
+#include "format.h"
+#include "kernels.h"
+
+namespace otaro {
+namespace {
+
+constexpr int64_t kRangeWeights = 32768; // weights in a range of work: enough to hide handing it out, few enough for L2
+constexpr int32_t kMaxThreads = 1024;
+
+inline int64_t multiple_of_8(int64_t value) { return (value + 7) / 8 * 8; }
+
+inline int check_format(const otaro_format* format) {
+    if (format == nullptr) return OTARO_ERROR_ARGUMENT;
+    if (format->scheme < OTARO_TRUNCATE || format->scheme > OTARO_NESTED) return OTARO_ERROR_ARGUMENT;
+    const int size = format->group_size;
+    if (size != 32 && size != 64 && size != 128 && size != 256) return OTARO_ERROR_ARGUMENT;
+    if (format->polarity != 0 && format->polarity != 1) return OTARO_ERROR_ARGUMENT;
+    const int error = format->exponent_by_error;
+    if (error != 0 && (error < kNarrowest || error > kWidest)) return OTARO_ERROR_ARGUMENT;
+    if (format->scheme != OTARO_NESTED && (format->polarity != 0 || error != 0)) return OTARO_ERROR_ARGUMENT;
+    return OTARO_OK;
+}
+
+inline bool valid_mantissa(int mantissa) { return mantissa >= kNarrowest && mantissa <= kWidest; }
+inline bool valid_dtype(int dtype) { return dtype >= OTARO_FLOAT32 && dtype <= OTARO_BFLOAT16; }
+inline int64_t dtype_bytes(int dtype) { return dtype == OTARO_FLOAT32 ? 4 : 2; }
+
+// Collects the first error; the rest of a chain of checks then does nothing.
+class Checks {
+  public:
+    Checks(const otaro_format* format, int64_t rows, int64_t columns) : error_(check_format(format)) {
+        require(rows >= 0 && columns >= 0);
+        if (error_ != OTARO_OK) return;
+        const int64_t groups = columns / format->group_size + (columns % format->group_size != 0);
+        geometry_ = {rows, columns, groups, format->group_size};
+        // Everything computed from here on is at most 4 bytes times the padded weights.
+        int64_t bytes;
+        if (__builtin_mul_overflow(rows, groups, &bytes) ||
+            __builtin_mul_overflow(bytes, int64_t{kMaxGroup * 8}, &bytes)) {
+            error_ = OTARO_ERROR_ARGUMENT;
+            geometry_ = {0, 0, 0, kBlock};
+        }
+    }
+
+    void require(bool condition, int error = OTARO_ERROR_ARGUMENT) {
+        if (error_ == OTARO_OK && !condition) error_ = error;
+    }
+
+    void buffer(const void* data, int64_t bytes, int64_t needed) {
+        require(data != nullptr || needed == 0);
+        require(bytes >= needed, OTARO_ERROR_BUFFER);
+    }
+
+    // `count` entries of `size` bytes each.
+    void buffer(const void* data, int64_t bytes, int64_t count, int64_t size) {
+        int64_t needed = 0;
+        require(count >= 0 && !__builtin_mul_overflow(count, size, &needed));
+        buffer(data, bytes, needed);
+    }
+
+    void planes(const otaro_planes* planes, const otaro_format* format, int count) {
+        require(planes != nullptr);
+        if (error_ != OTARO_OK) return;
+        require(planes->bits_count >= 0 && planes->bits_count <= OTARO_BIT_PLANES);
+        require(planes->bits_count >= count, OTARO_ERROR_PLANES);
+        const int64_t padded = all_groups() * geometry_.group_size;
+        buffer(planes->base, planes->base_bytes, padded / 2);
+        for (int p = 0; p < count && error_ == OTARO_OK; ++p)
+            buffer(planes->bits[p], planes->bits_bytes[p], padded / 8);
+        buffer(planes->exponent, planes->exponent_bytes, (all_groups() * kExponentBits + 7) / 8);
+        if (format->polarity != 0) buffer(planes->polarity, planes->polarity_bytes, (all_groups() + 7) / 8);
+    }
+
+    void codes(const otaro_codes* codes, const otaro_format* format) {
+        require(codes != nullptr);
+        if (error_ != OTARO_OK) return;
+        buffer(codes->code, codes->code_bytes, weights(), sizeof(int16_t));
+        buffer(codes->exponent, codes->exponent_bytes, all_groups());
+        if (format->polarity != 0) buffer(codes->polarity, codes->polarity_bytes, all_groups());
+    }
+
+    // The kernels to run, once all is checked.
+    const Kernels* kernels(int32_t threads, int32_t isa) {
+        require(threads >= 1 && threads <= kMaxThreads);
+        require(isa >= OTARO_AUTO && isa <= OTARO_NEON);
+        const Kernels* const found = error_ == OTARO_OK ? kernels_for(isa) : nullptr;
+        require(found != nullptr, OTARO_ERROR_ISA);
+        return found;
+    }
+
+    int error() const { return error_; }
+    const Geometry& geometry() const { return geometry_; }
+    int64_t weights() const { return geometry_.rows * geometry_.columns; }
+    int64_t all_groups() const { return geometry_.rows * geometry_.groups; }
+    int64_t group_grain() const { return multiple_of_8(kRangeWeights / geometry_.group_size); }
+
+  private:
+    int error_;
+    Geometry geometry_{0, 0, 0, kBlock};
+};
+
+// No exception crosses the ABI.
+template <class Body> int32_t guarded(const Body& body) noexcept {
+    try {
+        return body();
+    } catch (...) {
+        return OTARO_ERROR_INTERNAL;
+    }
+}
+
+} // namespace
+} // namespace otaro

@@ -1,0 +1,231 @@
+// The engine's C ABI: checks every setting and the size of every buffer.
+
+#include <cmath>
+#include <memory>
+#include <new>
+
+#include "checks.h"
+#include "model.h"
+
+using namespace otaro;
+
+struct otaro_matrix {
+    otaro_format format;
+    Matrix matrix;
+};
+
+struct otaro_model {
+    Model model;
+};
+
+struct otaro_session {
+    Session session;
+};
+
+namespace {
+
+constexpr int64_t kMostRows = int64_t{1} << 31, kMostHeadDimension = 1024;
+
+bool within(int64_t value, int64_t most) { return value > 0 && value <= most; }
+
+bool of_whole_matrix(int32_t role) { return role == OTARO_EMBEDDING || role == OTARO_HEAD; }
+
+// Room for a product outside a session.
+class Workspace {
+  public:
+    Workspace(const Tiles& tiles, int64_t batch, bool fine, int threads)
+        : coarse_(allocate<int8_t>(batch * padded_columns(tiles))),
+          fine_(allocate<int8_t>(fine ? batch * padded_columns(tiles) : 0)),
+          scale_(allocate<float>(batch * tiles.blocks)), offset_(allocate<float>(batch * tiles.blocks)) {
+        for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(unpacked_bytes(tiles)));
+        x_ = {coarse_.get(), fine ? fine_.get() : nullptr, scale_.get(),
+              offset_.get(), padded_columns(tiles),        tiles.blocks};
+    }
+    const Activations& x() const { return x_; }
+    uint8_t* scratch(int worker) const { return scratch_[static_cast<size_t>(worker)].get(); }
+
+  private:
+    Memory<int8_t> coarse_, fine_;
+    Memory<float> scale_, offset_;
+    std::vector<Memory<uint8_t>> scratch_;
+    Activations x_;
+};
+
+} // namespace
+
+// ---- matrices -------------------------------------------------------------------------------------------------------
+
+int32_t otaro_matrix_create(const otaro_format* format, int64_t rows, int64_t columns, otaro_matrix** matrix) {
+    return guarded([&]() -> int {
+        Checks checks(format, rows, columns);
+        checks.require(matrix != nullptr && within(rows, kMostRows) && within(columns, kMostRows));
+        checks.require(checks.error() == OTARO_OK && format->scheme == OTARO_NESTED);
+        if (checks.error() != OTARO_OK) return checks.error();
+        *matrix = new otaro_matrix{*format, Matrix(rows, columns, format->group_size)};
+        return OTARO_OK;
+    });
+}
+
+void otaro_matrix_destroy(otaro_matrix* matrix) { delete matrix; }
+
+int32_t otaro_matrix_set_base(otaro_matrix* matrix, const otaro_planes* planes, int32_t threads) {
+    return guarded([&]() -> int {
+        if (matrix == nullptr || threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
+        const Tiles& tiles = matrix->matrix.tiles();
+        Checks checks(&matrix->format, tiles.rows, tiles.columns);
+        checks.planes(planes, &matrix->format, 0);
+        if (checks.error() != OTARO_OK) return checks.error();
+        const uint8_t* const polarity = matrix->format.polarity != 0 ? planes->polarity : nullptr;
+        matrix->matrix.set_base(planes->base, planes->exponent, polarity, threads);
+        return OTARO_OK;
+    });
+}
+
+int32_t otaro_matrix_set_bit(otaro_matrix* matrix, int32_t bit, const uint8_t* data, int64_t bytes, int32_t threads) {
+    return guarded([&]() -> int {
+        if (matrix == nullptr || threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
+        if (bit <= kNarrowest || bit > kWidest) return OTARO_ERROR_ARGUMENT;
+        const int plane = bit - kNarrowest - 1;
+        if (data == nullptr) {
+            matrix->matrix.drop_bit(plane);
+            return OTARO_OK;
+        }
+        const Tiles& tiles = matrix->matrix.tiles();
+        if (bytes < tiles.rows * padded_columns(tiles) / 8) return OTARO_ERROR_BUFFER;
+        matrix->matrix.set_bit(plane, data, threads);
+        return OTARO_OK;
+    });
+}
+
+int32_t otaro_matrix_bytes(const otaro_matrix* matrix, int64_t* bytes) {
+    if (matrix == nullptr || bytes == nullptr) return OTARO_ERROR_ARGUMENT;
+    *bytes = matrix->matrix.bytes();
+    return OTARO_OK;
+}
+
+int32_t otaro_matrix_multiply(const otaro_matrix* matrix, int32_t mantissa, const float* x, int64_t x_bytes,
+                              int64_t batch, const float* bias, int64_t bias_bytes, float* y, int64_t y_bytes,
+                              int32_t fine, int32_t threads, int32_t isa) {
+    return guarded([&]() -> int {
+        if (matrix == nullptr || !valid_mantissa(mantissa)) return OTARO_ERROR_ARGUMENT;
+        const Tiles& tiles = matrix->matrix.tiles();
+        Checks checks(&matrix->format, tiles.rows, tiles.columns);
+        checks.require(batch >= 0 && batch <= kMostRows && threads >= 1 && threads <= kMaxThreads);
+        if (checks.error() != OTARO_OK) return checks.error();
+        int64_t inputs = 0, outputs = 0;
+        checks.require(!__builtin_mul_overflow(batch, tiles.columns, &inputs));
+        checks.require(!__builtin_mul_overflow(batch, tiles.rows, &outputs));
+        checks.buffer(x, x_bytes, inputs, sizeof *x);
+        checks.buffer(y, y_bytes, outputs, sizeof *y);
+        if (bias != nullptr) checks.buffer(bias, bias_bytes, tiles.rows, sizeof *bias);
+        checks.require(matrix->matrix.holds(mantissa), OTARO_ERROR_PLANES);
+        const EngineKernels* const kernels = engine_kernels_for(isa);
+        checks.require(kernels != nullptr, OTARO_ERROR_ISA);
+        if (checks.error() != OTARO_OK) return checks.error();
+        const Workspace workspace(tiles, batch, fine != 0, threads);
+        const Product product{&tiles, mantissa, &workspace.x(), batch, bias, y, tiles.rows, false};
+        Team team(threads);
+        team.run(batch, 1, [&](int, int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; ++row) {
+                kernels->quantize(x + row * tiles.columns, tiles.columns, mantissa, workspace.x(), row);
+            }
+        });
+        team.run(batch == 0 ? 0 : tiles.tiles, 4, [&](int worker, int64_t first, int64_t last) {
+            kernels->multiply(product, first, last, workspace.scratch(worker));
+        });
+        return OTARO_OK;
+    });
+}
+
+// ---- models ---------------------------------------------------------------------------------------------------------
+
+int32_t otaro_model_create(const otaro_model_config* config, otaro_model** model) {
+    return guarded([&]() -> int {
+        if (config == nullptr || model == nullptr) return OTARO_ERROR_ARGUMENT;
+        const bool sizes = within(config->layers, kMostLayers) && within(config->hidden, kMostRows) &&
+                           within(config->intermediate, kMostRows) && within(config->heads, kMostRows) &&
+                           within(config->kv_heads, config->heads) && config->heads % config->kv_heads == 0 &&
+                           within(config->head_dimension, kMostHeadDimension) && config->head_dimension % 2 == 0 &&
+                           within(config->heads * config->head_dimension, kMostRows) &&
+                           within(config->vocabulary, kMostRows - 1);
+        const bool numbers = std::isfinite(config->norm_epsilon) && std::isfinite(config->rope_factor);
+        if (!sizes || !numbers || config->rope_frequency == nullptr || config->window == nullptr) {
+            return OTARO_ERROR_ARGUMENT;
+        }
+        const int64_t frequencies = config->head_dimension / 2 * static_cast<int64_t>(sizeof(float));
+        const int64_t windows = config->layers * static_cast<int64_t>(sizeof(int64_t));
+        if (config->rope_frequency_bytes < frequencies || config->window_bytes < windows) return OTARO_ERROR_BUFFER;
+        *model = new otaro_model{Model(*config)};
+        return OTARO_OK;
+    });
+}
+
+void otaro_model_destroy(otaro_model* model) { delete model; }
+
+int32_t otaro_model_set_matrix(otaro_model* model, int64_t layer, int32_t role, const otaro_matrix* matrix) {
+    if (model == nullptr || matrix == nullptr || role < 0 || role >= OTARO_MATRIX_ROLES) return OTARO_ERROR_ARGUMENT;
+    Layer* const place = model->model.layer(layer, of_whole_matrix(role));
+    if (place == nullptr) return OTARO_ERROR_INDEX;
+    const Tiles& tiles = matrix->matrix.tiles();
+    if (std::pair(tiles.rows, tiles.columns) != model->model.shape(role)) return OTARO_ERROR_BUFFER;
+    place->matrices[role] = &matrix->matrix;
+    return OTARO_OK;
+}
+
+int32_t otaro_model_set_vector(otaro_model* model, int64_t layer, int32_t role, const float* data, int64_t bytes) {
+    return guarded([&]() -> int {
+        if (model == nullptr || data == nullptr || role < 0 || role >= OTARO_VECTOR_ROLES) return OTARO_ERROR_ARGUMENT;
+        Layer* const place = model->model.layer(layer, role == OTARO_FINAL_NORM);
+        if (place == nullptr) return OTARO_ERROR_INDEX;
+        const int64_t length = model->model.length(role);
+        if (bytes != length * static_cast<int64_t>(sizeof *data)) return OTARO_ERROR_BUFFER;
+        place->vectors[role].assign(data, data + length);
+        return OTARO_OK;
+    });
+}
+
+// ---- sessions -------------------------------------------------------------------------------------------------------
+
+int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t isa, otaro_session** session) {
+    return guarded([&]() -> int {
+        if (model == nullptr || session == nullptr || !within(context, kMostRows)) return OTARO_ERROR_ARGUMENT;
+        if (!model->model.complete()) return OTARO_ERROR_ARGUMENT;
+        const EngineKernels* const kernels = engine_kernels_for(isa);
+        if (kernels == nullptr) return OTARO_ERROR_ISA;
+        *session = new otaro_session{Session(model->model, context, *kernels)};
+        return OTARO_OK;
+    });
+}
+
+void otaro_session_destroy(otaro_session* session) { delete session; }
+
+int32_t otaro_session_bytes(const otaro_session* session, int64_t* bytes) {
+    if (session == nullptr || bytes == nullptr) return OTARO_ERROR_ARGUMENT;
+    *bytes = session->session.bytes();
+    return OTARO_OK;
+}
+
+int32_t otaro_session_run(otaro_session* session, const int32_t* tokens, int64_t tokens_bytes, int64_t count,
+                          int64_t position, const uint8_t* mantissa, int64_t mantissa_bytes, float* logits,
+                          int64_t logits_bytes, int64_t logits_count, int32_t threads) {
+    return guarded([&]() -> int {
+        if (session == nullptr || tokens == nullptr || mantissa == nullptr) return OTARO_ERROR_ARGUMENT;
+        if (count < 1 || count > kMostRows || position < 0 || logits_count < 0 || logits_count > count) {
+            return OTARO_ERROR_ARGUMENT;
+        }
+        if (threads < 1 || threads > kMaxThreads || (logits == nullptr && logits_count > 0))
+            return OTARO_ERROR_ARGUMENT;
+        const Model& model = session->session.model();
+        const int64_t widths = static_cast<int64_t>(model.layers.size()) + 2;
+        if (tokens_bytes < count * static_cast<int64_t>(sizeof *tokens) || mantissa_bytes < widths) {
+            return OTARO_ERROR_BUFFER;
+        }
+        if (logits_bytes / static_cast<int64_t>(sizeof *logits) / model.vocabulary < logits_count) {
+            return OTARO_ERROR_BUFFER;
+        }
+        for (int64_t i = 0; i < widths; ++i) {
+            if (!valid_mantissa(mantissa[i])) return OTARO_ERROR_ARGUMENT;
+        }
+        return session->session.run(tokens, count, position, mantissa, logits, logits_count, threads);
+    });
+}

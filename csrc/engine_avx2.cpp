@@ -1,0 +1,62 @@
+// The engine with AVX2. Its multiplication of bytes adds two products into 16 bits and saturates there, so codes have at
+// most 7 bits: 2 * 127 * 127 fits.
+
+#include "engine_kernels.h"
+
+#if defined(__x86_64__)
+
+#    include "vectors_avx2.h"
+
+#    include "simd_product.h"
+
+#    include "simd_layers.h"
+
+namespace otaro {
+namespace {
+
+struct Avx2Dot : Avx2 {
+    using B = __m256i;
+    static constexpr int kBytes = 32, kCodeBits = 7, kProductBatch = 4, kFineBatch = 2;
+
+    static B load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static void store_bytes(uint8_t* p, B a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
+    static void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+
+    // Words are shifted, as there are no shifts of bytes; the mask takes away what came from the other byte.
+    template <int kShift> static B shift(B a) {
+        if constexpr (kShift > 0) return _mm256_srli_epi16(a, kShift);
+        if constexpr (kShift < 0) return _mm256_slli_epi16(a, -kShift);
+        return a;
+    }
+    template <int kShift, int kMask> static B take(B a) {
+        return _mm256_and_si256(shift<kShift>(a), _mm256_set1_epi8(static_cast<char>(kMask)));
+    }
+    template <int kShift, int kMask> static B put(B a, B b) { return _mm256_or_si256(b, take<kShift, kMask>(a)); }
+    template <int kShift> static I up(I a) { return _mm256_slli_epi32(a, kShift); }
+
+    static I dot(I sum, B codes, const int8_t* x) {
+        int32_t four;
+        memcpy(&four, x, sizeof four);
+        const __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(four));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    static F powers(const uint8_t* scale) {
+        const I bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale)));
+        // The byte's own sign fills the upper bits: the float's sign is kept and five bits of exponent.
+        return from_bits(_mm256_and_si256(_mm256_slli_epi32(bytes, 23), set1i(static_cast<int>(0x8f800000u))));
+    }
+};
+
+} // namespace
+
+const EngineKernels* const engine_kernels_avx2 = &kEngineKernels<Avx2Dot>;
+
+} // namespace otaro
+
+#else
+
+namespace otaro {
+const EngineKernels* const engine_kernels_avx2 = nullptr;
+}
+
+#endif

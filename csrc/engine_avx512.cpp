@@ -1,0 +1,63 @@
+// The engine with AVX-512 and its dot products (VNNI).
+
+#include "engine_kernels.h"
+
+#if defined(__x86_64__)
+
+#    include "vectors_avx512.h"
+
+#    include "simd_product.h"
+
+#    include "simd_layers.h"
+
+namespace otaro {
+namespace {
+
+struct Avx512Dot : Avx512 {
+    using B = __m512i;
+    static constexpr int kBytes = 64, kCodeBits = 8, kProductBatch = 8, kFineBatch = 4;
+
+    static B load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    static void store_bytes(uint8_t* p, B a) { _mm512_storeu_si512(p, a); }
+    static void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+
+    // Words are shifted, as there are no shifts of bytes; the mask takes away what came from the other byte.
+    template <int kShift> static B shift(B a) {
+        if constexpr (kShift > 0) return _mm512_srli_epi16(a, kShift);
+        if constexpr (kShift < 0) return _mm512_slli_epi16(a, -kShift);
+        return a;
+    }
+    template <int kShift, int kMask> static B take(B a) {
+        return _mm512_and_si512(shift<kShift>(a), _mm512_set1_epi8(static_cast<char>(kMask)));
+    }
+    template <int kShift, int kMask> static B put(B a, B b) {
+        constexpr int kAndOr = 0xf8; // first | (second & third)
+        return _mm512_ternarylogic_epi32(b, shift<kShift>(a), _mm512_set1_epi8(static_cast<char>(kMask)), kAndOr);
+    }
+    template <int kShift> static I up(I a) { return _mm512_slli_epi32(a, kShift); }
+
+    static I dot(I sum, B codes, const int8_t* x) {
+        int32_t four;
+        memcpy(&four, x, sizeof four);
+        return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(four));
+    }
+    static F powers(const uint8_t* scale) {
+        const I bytes = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scale)));
+        // The byte's own sign fills the upper bits: the float's sign is kept and five bits of exponent.
+        return from_bits(_mm512_and_si512(_mm512_slli_epi32(bytes, 23), set1i(static_cast<int>(0x8f800000u))));
+    }
+};
+
+} // namespace
+
+const EngineKernels* const engine_kernels_avx512 = &kEngineKernels<Avx512Dot>;
+
+} // namespace otaro
+
+#else
+
+namespace otaro {
+const EngineKernels* const engine_kernels_avx512 = nullptr;
+}
+
+#endif

@@ -1,0 +1,93 @@
+// What an instruction set provides for running a model. Sizes have been checked before.
+//
+// A product multiplies a matrix of codes with activations quantised to integers, 32 at a time:
+//
+//     y[n] = sum over blocks of  step[n] * scale * (sum of code[n, k] * x[k]  +  bias * sum of x[k])
+//
+// where x are integers, `scale` theirs, `step` the group's and `bias` the width's. The sums in brackets are exact, so the
+// result does not depend on the instruction set, the number of threads or how many activations are multiplied at a time;
+// the few float operations around them are the same everywhere.
+//
+// Activations have 8 bits, or 16 bits as two bytes: x = 256 * coarse + fine. Whether the second byte is used is up to the
+// caller: it costs one more dot product a step, which little matters where reading the weights takes longer anyway.
+#pragma once
+
+#include "tiles.h"
+
+namespace otaro {
+
+struct Activations {
+    int8_t* coarse;
+    int8_t* fine;    // null: 8 bits are enough
+    float* scale;    // one a block, the constant part of the step included
+    float* offset;   // scale * bias * sum of x, one a block
+    int64_t columns; // bytes from one row of activations to the next
+    int64_t blocks;  // scales and offsets from one row to the next
+};
+
+struct Product {
+    const Tiles* weight;
+    int mantissa;
+    const Activations* x;
+    int64_t batch;
+    const float* bias; // null: none
+    float* y;
+    int64_t y_stride;
+    bool add; // to what is in y already
+};
+
+// The parts of a step's float that do not depend on the group: a scale byte's exponent is put into a float's exponent as
+// it is (2^(field - 127)), so this is missing in it.
+static inline float step_constant(int mantissa) { return power_of_two(127 - kExponentOffset + 1 - mantissa); }
+
+// Room for one tile with a byte, or two, for each weight.
+static inline int64_t unpacked_bytes(const Tiles& tiles) { return 2 * tiles.blocks * kSteps * kStepBytes; }
+
+constexpr int64_t kUnpackFrom = 16; // rows of activations from which a tile is unpacked beforehand
+
+// Keys and values of one layer as float16. Keys lie 16 positions side by side, [position / 16][dimension][16], so that a
+// query meets 16 keys at a time; values lie [position][dimension]. Both a head at a time, dimensions padded to 16.
+constexpr int kKeyBlock = 16;
+
+struct Attention {
+    const float* query; // [row][head][head_dimension]
+    int64_t query_stride;
+    const Half* keys;
+    const Half* values;
+    int64_t capacity; // positions, a multiple of 16
+    int head_dimension, padded_dimension, heads, kv_heads;
+    int64_t position, count; // of the first query; queries
+    int64_t window;          // positions a query sees, itself included
+    float scale;
+    float* out; // [row][head][head_dimension]
+    int64_t out_stride;
+};
+
+constexpr int kQueryBlock = 4; // queries that share one reading of the keys and values
+
+static inline int64_t attention_tasks(const Attention& job) {
+    return (job.count + kQueryBlock - 1) / kQueryBlock * job.heads;
+}
+static inline int64_t attention_scratch(int64_t capacity) { return kQueryBlock * capacity; } // floats
+
+struct EngineKernels {
+    void (*multiply)(const Product&, int64_t first_tile, int64_t last_tile, uint8_t* scratch);
+    // One row of activations for a product at a width; `x` is padded with zeros.
+    void (*quantize)(const float* x, int64_t length, int mantissa, const Activations& to, int64_t row);
+    void (*normalize)(const float* x, const float* weight, int64_t length, float epsilon, float* result);
+    void (*rotate)(float* heads, int64_t count, int dimension, const float* cosine, const float* sine);
+    void (*swiglu)(const float* gate, const float* up, int64_t length, float* result);
+    void (*store_keys)(const float* key, const float* value, int dimension, int padded, int64_t position, Half* keys,
+                       Half* values); // of one head
+    void (*attend)(const Attention&, int64_t first_task, int64_t last_task, float* scratch);
+};
+
+extern const EngineKernels* const engine_kernels_ref;
+extern const EngineKernels* const engine_kernels_avx2;
+extern const EngineKernels* const engine_kernels_avx512;
+extern const EngineKernels* const engine_kernels_neon;
+
+// The kernels for an `otaro_isa`; where the machine has AVX-512 without its dot products, those of AVX2.
+const EngineKernels* engine_kernels_for(int32_t isa);
+
+} // namespace otaro

@@ -1,0 +1,137 @@
+// The engine in plain C++: what the vector versions are tested against, and what runs where there are none.
+
+#include <cmath>
+#include <vector>
+
+#include "engine_kernels.h"
+
+namespace otaro {
+namespace {
+
+void multiply_ref(const Product& product, int64_t first, int64_t last, uint8_t*) {
+    const Tiles& tiles = *product.weight;
+    const Activations& x = *product.x;
+    const bool fine = x.fine != nullptr;
+    const int64_t end = last * kTileRows < tiles.rows ? last * kTileRows : tiles.rows;
+    for (int64_t row = first * kTileRows; row < end; ++row) {
+        for (int64_t b = 0; b < product.batch; ++b) {
+            float sum = 0;
+            for (int64_t block = 0; block < tiles.blocks; ++block) {
+                int32_t total = 0;
+                for (int64_t k = block * kBlockColumns; k < (block + 1) * kBlockColumns; ++k) {
+                    int32_t activation = x.coarse[b * x.columns + k];
+                    if (fine) activation = 256 * activation + x.fine[b * x.columns + k];
+                    total += tile_code(tiles, row, k, product.mantissa) * activation;
+                }
+                const float power =
+                    tile_step(tiles, row, block * kBlockColumns, product.mantissa) / step_constant(product.mantissa);
+                const int64_t entry = b * x.blocks + block;
+                sum = std::fma(power, std::fma(static_cast<float>(total), x.scale[entry], x.offset[entry]), sum);
+            }
+            if (product.bias != nullptr) sum += product.bias[row];
+            float& y = product.y[b * product.y_stride + row];
+            y = product.add ? y + sum : sum;
+        }
+    }
+}
+
+void quantize_ref(const float* x, int64_t length, int mantissa, const Activations& to, int64_t row) {
+    const bool fine = to.fine != nullptr;
+    const float most = fine ? 127.0f * 256 : 127.0f;
+    for (int64_t block = 0; block < to.blocks; ++block) {
+        const int64_t start = block * kBlockColumns;
+        const auto value = [&](int64_t i) { return start + i < length ? x[start + i] : 0.0f; };
+        float extent = 0;
+        for (int i = 0; i < kBlockColumns; ++i) extent = std::fmax(extent, std::fabs(value(i)));
+        const float inverse = extent > 0 ? most / extent : 0.0f, unit = extent > 0 ? extent / most : 0.0f;
+        int32_t sum = 0;
+        for (int i = 0; i < kBlockColumns; ++i) {
+            const int64_t place = row * to.columns + start + i;
+            const float scaled = value(i) * inverse;
+            const int32_t whole = std::isfinite(scaled) ? static_cast<int32_t>(std::nearbyint(scaled)) : 0;
+            sum += whole;
+            if (fine) {
+                const int32_t top = (whole + 128) >> 8;
+                to.coarse[place] = static_cast<int8_t>(top);
+                to.fine[place] = static_cast<int8_t>(whole - top * 256);
+            } else {
+                to.coarse[place] = static_cast<int8_t>(whole);
+            }
+        }
+        const float scale = unit * step_constant(mantissa);
+        to.scale[row * to.blocks + block] = scale;
+        to.offset[row * to.blocks + block] = scale * (nested_bias(mantissa) * static_cast<float>(sum));
+    }
+}
+
+void normalize_ref(const float* x, const float* weight, int64_t length, float epsilon, float* result) {
+    double squares = 0;
+    for (int64_t i = 0; i < length; ++i) squares += static_cast<double>(x[i]) * x[i];
+    const float factor = static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(length) + epsilon));
+    for (int64_t i = 0; i < length; ++i) result[i] = weight[i] * (x[i] * factor);
+}
+
+void rotate_ref(float* heads, int64_t count, int dimension, const float* cosine, const float* sine) {
+    const int half = dimension / 2;
+    for (int64_t h = 0; h < count; ++h) {
+        float* const head = heads + h * dimension;
+        for (int i = 0; i < half; ++i) {
+            const float a = head[i], b = head[i + half];
+            head[i] = a * cosine[i] - b * sine[i];
+            head[i + half] = b * cosine[i] + a * sine[i];
+        }
+    }
+}
+
+void swiglu_ref(const float* gate, const float* up, int64_t length, float* result) {
+    for (int64_t i = 0; i < length; ++i) result[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+}
+
+void store_keys_ref(const float* key, const float* value, int dimension, int padded, int64_t position, Half* keys,
+                    Half* values) {
+    for (int d = 0; d < padded; ++d) {
+        const int64_t place = position / kKeyBlock * kKeyBlock * padded + int64_t{d} * kKeyBlock + position % kKeyBlock;
+        from_float(d < dimension ? key[d] : 0.0f, keys[place]);
+        from_float(d < dimension ? value[d] : 0.0f, values[position * padded + d]);
+    }
+}
+
+void attend_ref(const Attention& job, int64_t first, int64_t last, float* scratch) {
+    for (int64_t task = first; task < last; ++task) {
+        const int64_t head = task % job.heads, begin = task / job.heads * kQueryBlock;
+        const int64_t end = begin + kQueryBlock < job.count ? begin + kQueryBlock : job.count;
+        const int64_t kv = head / (job.heads / job.kv_heads) * job.capacity * job.padded_dimension;
+        for (int64_t row = begin; row < end; ++row) {
+            const float* const query = job.query + row * job.query_stride + head * job.head_dimension;
+            float* const out = job.out + row * job.out_stride + head * job.head_dimension;
+            const int64_t position = job.position + row,
+                          from = position + 1 > job.window ? position + 1 - job.window : 0;
+            float largest = -INFINITY, sum = 0;
+            for (int64_t p = from; p <= position; ++p) {
+                const Half* const key =
+                    job.keys + kv + p / kKeyBlock * kKeyBlock * job.padded_dimension + p % kKeyBlock;
+                float score = 0;
+                for (int d = 0; d < job.head_dimension; ++d) score += query[d] * to_float(key[int64_t{d} * kKeyBlock]);
+                scratch[p] = score * job.scale;
+                largest = std::fmax(largest, scratch[p]);
+            }
+            for (int64_t p = from; p <= position; ++p) sum += scratch[p] = std::exp(scratch[p] - largest);
+            for (int d = 0; d < job.head_dimension; ++d) {
+                float value = 0;
+                for (int64_t p = from; p <= position; ++p) {
+                    value += scratch[p] * to_float(job.values[kv + p * job.padded_dimension + d]);
+                }
+                out[d] = value / sum;
+            }
+        }
+    }
+}
+
+constexpr EngineKernels kTable{multiply_ref, quantize_ref,   normalize_ref, rotate_ref,
+                               swiglu_ref,   store_keys_ref, attend_ref};
+
+} // namespace
+
+const EngineKernels* const engine_kernels_ref = &kTable;
+
+} // namespace otaro

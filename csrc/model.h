@@ -1,0 +1,86 @@
+// A decoder of the Llama kind, and a session that runs it.
+//
+//     x = embedding[token]
+//     each layer:  x += output(attention(rotate(query(n)), rotate(key(n)), value(n))),   n = norm(x)
+//                  x += down(silu(gate(n)) * up(n)),                                     n = norm(x)
+//     logits = head(norm(x))
+//
+// with query and key normed a head at a time where the model has such norms, and biases where it has them.
+#pragma once
+
+#include <vector>
+
+#include "engine_kernels.h"
+#include "matrix.h"
+#include "otaro_engine.h"
+#include "threads.h"
+
+namespace otaro {
+
+constexpr int64_t kMostLayers = 4096;
+constexpr int64_t kMostTokens = 128; // run at a time; more are split
+
+struct Layer {
+    const Matrix* matrices[OTARO_MATRIX_ROLES] = {};
+    std::vector<float> vectors[OTARO_VECTOR_ROLES];
+    int64_t window = 0;
+
+    const float* vector(int role) const { return vectors[role].empty() ? nullptr : vectors[role].data(); }
+};
+
+struct Model {
+    int64_t hidden, intermediate, heads, kv_heads, head_dimension, vocabulary;
+    float norm_epsilon, rope_factor;
+    std::vector<float> rope_frequency;
+    std::vector<Layer> layers;
+    Layer whole; // embedding, head, final norm
+
+    Model(const otaro_model_config& config);
+    Layer* layer(int64_t index, bool of_whole);
+    // The shape a matrix must have: {rows, columns}.
+    std::pair<int64_t, int64_t> shape(int role) const;
+    int64_t length(int vector_role) const;
+    bool complete() const;
+};
+
+class Session {
+  public:
+    Session(const Model& model, int64_t context, const EngineKernels& kernels);
+
+    int run(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa, float* logits,
+            int64_t logits_count, int threads);
+    int64_t bytes() const { return bytes_; }
+    const Model& model() const { return model_; }
+
+  private:
+    struct Quantized { // room for kMostTokens rows of activations
+        Memory<int8_t> coarse, fine;
+        Memory<float> scale, offset;
+    };
+
+    void run_tokens(Team& team, const int32_t* tokens, int64_t count, const uint8_t* mantissa);
+    void attention(Team& team, const Layer& layer, int64_t index, int64_t count, int mantissa);
+    void feed_forward(Team& team, const Layer& layer, int64_t count, int mantissa);
+    void head(Team& team, int64_t first, int64_t count, int mantissa, float* logits);
+
+    Activations activations(const Matrix& matrix, bool fine) const;
+    void norm_and_quantize(Team& team, const float* x, int64_t count, const float* weight, const Activations& to,
+                           int mantissa);
+    void multiply(Team& team, std::initializer_list<Product> products);
+    void reserve_scratch(int threads);
+    template <class T> Memory<T> room(int64_t count);
+
+    const Model& model_;
+    const EngineKernels& kernels_;
+    int64_t context_, capacity_, padded_dimension_;
+    int64_t length_ = 0, position_ = 0; // positions filled; the first of those being run
+    int64_t bytes_ = 0;
+    int64_t scratch_bytes_ = 0, score_count_ = 0, widest_ = 0;
+    Memory<float> x_, normed_, query_, key_, value_, attended_, gate_, up_, cosine_, sine_;
+    std::vector<Memory<Half>> keys_, values_;
+    Quantized quantized_;
+    std::vector<Memory<uint8_t>> scratch_; // by worker: an unpacked tile
+    std::vector<Memory<float>> scores_;    // by worker
+};
+
+} // namespace otaro

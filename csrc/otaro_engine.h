@@ -1,0 +1,110 @@
+/* The engine's C ABI: matrices re-laid for multiplication, models made of them, sessions that run a model.
+ *
+ * Handles are pointers to objects of the library. A model borrows its matrices and a session its model: destroy them in
+ * the reverse order of their making. Calls that only read an object may run at the same time; two calls on one session, or
+ * a change of a matrix while a session runs it, may not. Error codes are those of otaro_core.h, and as there every
+ * buffer's size is checked before it is touched.
+ */
+#ifndef OTARO_ENGINE_H
+#define OTARO_ENGINE_H
+
+#include "otaro_core.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct otaro_matrix otaro_matrix;
+typedef struct otaro_model otaro_model;
+typedef struct otaro_session otaro_session;
+
+/* ---- matrices --------------------------------------------------------------------------------------------------- */
+
+/* `format` must be of the scheme OTARO_NESTED. */
+OTARO_API int32_t otaro_matrix_create(const otaro_format* format, int64_t rows, int64_t columns, otaro_matrix** matrix);
+OTARO_API void otaro_matrix_destroy(otaro_matrix* matrix);
+
+/* Base, exponents and polarity from `planes`, whose bit planes are not looked at. */
+OTARO_API int32_t otaro_matrix_set_base(otaro_matrix* matrix, const otaro_planes* planes, int32_t threads);
+
+/* The plane of bit 4 ... 8 of each code; null takes it away and frees it. */
+OTARO_API int32_t otaro_matrix_set_bit(otaro_matrix* matrix, int32_t bit, const uint8_t* data, int64_t bytes,
+                                       int32_t threads);
+
+/* Bytes of memory the planes take. */
+OTARO_API int32_t otaro_matrix_bytes(const otaro_matrix* matrix, int64_t* bytes);
+
+/* y[b, n] = bias[n] + sum over k of x[b, k] * W[n, k]; x is rounded to 8 bits of the largest of 32, or to 16 if `fine`.
+ * The result depends neither on `threads` nor on `isa` nor on how many rows x has. */
+OTARO_API int32_t otaro_matrix_multiply(const otaro_matrix* matrix, int32_t mantissa, const float* x, int64_t x_bytes,
+                                        int64_t batch, const float* bias, int64_t bias_bytes, float* y, int64_t y_bytes,
+                                        int32_t fine, int32_t threads, int32_t isa);
+
+/* ---- models ----------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t layers, hidden, intermediate, heads, kv_heads, head_dimension, vocabulary;
+    float norm_epsilon;
+    float rope_factor;           /* what cosine and sine are multiplied by */
+    const float* rope_frequency; /* head_dimension / 2 of them */
+    int64_t rope_frequency_bytes;
+    const int64_t* window; /* positions a token sees, itself included, for each layer; 0: all before it */
+    int64_t window_bytes;
+} otaro_model_config;
+
+enum otaro_matrix_role {
+    OTARO_EMBEDDING = 0, /* of the whole model, as is the next: `layer` is then 0 */
+    OTARO_HEAD = 1,
+    OTARO_QUERY = 2,
+    OTARO_KEY = 3,
+    OTARO_VALUE = 4,
+    OTARO_OUTPUT = 5,
+    OTARO_GATE = 6,
+    OTARO_UP = 7,
+    OTARO_DOWN = 8,
+    OTARO_MATRIX_ROLES = 9
+};
+
+enum otaro_vector_role {
+    OTARO_FINAL_NORM = 0, /* of the whole model */
+    OTARO_ATTENTION_NORM = 1,
+    OTARO_FEED_FORWARD_NORM = 2,
+    OTARO_QUERY_NORM = 3, /* this and those below may be left out */
+    OTARO_KEY_NORM = 4,
+    OTARO_QUERY_BIAS = 5,
+    OTARO_KEY_BIAS = 6,
+    OTARO_VALUE_BIAS = 7,
+    OTARO_OUTPUT_BIAS = 8,
+    OTARO_GATE_BIAS = 9,
+    OTARO_UP_BIAS = 10,
+    OTARO_DOWN_BIAS = 11,
+    OTARO_VECTOR_ROLES = 12
+};
+
+OTARO_API int32_t otaro_model_create(const otaro_model_config* config, otaro_model** model);
+OTARO_API void otaro_model_destroy(otaro_model* model);
+OTARO_API int32_t otaro_model_set_matrix(otaro_model* model, int64_t layer, int32_t role, const otaro_matrix* matrix);
+OTARO_API int32_t otaro_model_set_vector(otaro_model* model, int64_t layer, int32_t role, const float* data,
+                                         int64_t bytes); /* copied */
+
+/* ---- sessions --------------------------------------------------------------------------------------------------- */
+
+/* A session holds keys and values for up to `context` tokens. Every matrix and norm must have been set. */
+OTARO_API int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t isa, otaro_session** session);
+OTARO_API void otaro_session_destroy(otaro_session* session);
+OTARO_API int32_t otaro_session_bytes(const otaro_session* session, int64_t* bytes);
+
+/* Runs `count` tokens at positions `position` ... and keeps their keys and values; what lay at those positions and behind
+ * is forgotten. `mantissa` holds the width of the embedding, of each layer, and of the head: layers + 2 bytes. The logits of
+ * the last `logits_count` tokens are written, one row of the vocabulary's size each.
+ * ERROR_INDEX: a token outside the vocabulary, or positions outside the context or with a gap before them.
+ * ERROR_PLANES: a width whose planes are not there. */
+OTARO_API int32_t otaro_session_run(otaro_session* session, const int32_t* tokens, int64_t tokens_bytes, int64_t count,
+                                    int64_t position, const uint8_t* mantissa, int64_t mantissa_bytes, float* logits,
+                                    int64_t logits_bytes, int64_t logits_count, int32_t threads);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,242 @@
+// What a model computes besides products: norms, rotation, SwiGLU, attention, and quantising activations.
+//
+// Every row of activations goes through the same operations in the same order, whatever rows come with it, so a token's
+// result does not depend on how many are computed at a time.
+#pragma once
+
+#include <cmath>
+
+#include "engine_kernels.h"
+#include "simd.h"
+
+namespace otaro {
+namespace {
+
+// e^x to about 1e-7, for x up to 88; 0 below -87. Cody and Waite's reduction, then a polynomial on [-ln 2 / 2, ln 2 / 2].
+template <class V> typename V::F exponential(typename V::F x) {
+    using F = typename V::F;
+    using I = typename V::I;
+    const typename V::Mask tiny = V::less_than_zero(V::add(x, V::set1(87.0f)));
+    x = V::max(V::min(x, V::set1(88.0f)), V::set1(-87.0f));
+    const I whole = V::round_int(V::mul(x, V::set1(1.44269504f)));
+    const F n = V::to_float(whole);
+    F r = V::fma(n, V::set1(-0.693359375f), x);
+    r = V::fma(n, V::set1(2.12194440e-4f), r);
+    F p = V::set1(1.9875691500e-4f);
+    constexpr float kSeries[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f};
+    for (const float coefficient : kSeries) p = V::fma(p, r, V::set1(coefficient));
+    p = V::add(V::fma(p, V::mul(r, r), r), V::set1(1.0f));
+    const I power = V::shift_left(V::addi(whole, V::set1i(127)), V::count(23));
+    return V::select(tiny, V::set1(0), V::mul(p, V::from_bits(power)));
+}
+
+template <class V> void normalize(const float* x, const float* weight, int64_t length, float epsilon, float* result) {
+    typename V::F squares = V::set1(0);
+    int64_t i = 0;
+    for (; i + V::kLanes <= length; i += V::kLanes) {
+        const typename V::F v = V::load(x + i);
+        squares = V::fma(v, v, squares);
+    }
+    float sum = V::sum(squares);
+    for (; i < length; ++i) sum += x[i] * x[i];
+    const float factor = 1.0f / __builtin_sqrtf(sum / static_cast<float>(length) + epsilon);
+    for (i = 0; i < length; ++i) result[i] = weight[i] * (x[i] * factor);
+}
+
+template <class V> void rotate(float* heads, int64_t count, int dimension, const float* cosine, const float* sine) {
+    const int half = dimension / 2;
+    for (int64_t h = 0; h < count; ++h) {
+        float* const first = heads + h * dimension;
+        float* const second = first + half;
+        for (int i = 0; i < half; ++i) {
+            const float a = first[i], b = second[i];
+            first[i] = a * cosine[i] - b * sine[i];
+            second[i] = b * cosine[i] + a * sine[i];
+        }
+    }
+}
+
+template <class V> void swiglu(const float* gate, const float* up, int64_t length, float* result) {
+    const auto lanes = [](typename V::F g, typename V::F u) {
+        const typename V::F sigmoid_inverse = V::add(V::set1(1.0f), exponential<V>(V::mul(g, V::set1(-1.0f))));
+        return V::mul(V::div(g, sigmoid_inverse), u);
+    };
+    int64_t i = 0;
+    for (; i + V::kLanes <= length; i += V::kLanes) V::store(result + i, lanes(V::load(gate + i), V::load(up + i)));
+    if (i < length) {
+        float g[V::kLanes], u[V::kLanes], r[V::kLanes];
+        const int rest = static_cast<int>(length - i);
+        V::store(r, lanes(V::load(padded<float>(gate + i, rest, V::kLanes, g)),
+                          V::load(padded<float>(up + i, rest, V::kLanes, u))));
+        memcpy(result + i, r, static_cast<size_t>(rest) * sizeof *r);
+    }
+}
+
+template <class V>
+void quantize_activations(const float* x, int64_t length, int mantissa, const Activations& to, int64_t row) {
+    const bool fine = to.fine != nullptr;
+    const float most = fine ? 127.0f * 256 : 127.0f;
+    const float constant = step_constant(mantissa), bias = nested_bias(mantissa);
+    int8_t* const coarse = to.coarse + row * to.columns;
+    for (int64_t block = 0; block < to.blocks; ++block) {
+        float buffer[kBlockColumns];
+        const int64_t start = block * kBlockColumns, rest = length - start;
+        const int count = static_cast<int>(rest < 0 ? 0 : rest < kBlockColumns ? rest : kBlockColumns);
+        const float* const values =
+            count == kBlockColumns ? x + start : padded(x + start, count, kBlockColumns, buffer);
+        typename V::F largest = V::set1(0);
+        for (int i = 0; i < kBlockColumns; i += V::kLanes) largest = V::max(largest, V::abs(V::load(values + i)));
+        // Floats that are not negative are ordered as their bits are.
+        const float extent = bits_float(static_cast<uint32_t>(V::largest(V::bits(largest))));
+        const float inverse = extent > 0 ? most / extent : 0.0f, unit = extent > 0 ? extent / most : 0.0f;
+        int32_t whole[kBlockColumns];
+        for (int i = 0; i < kBlockColumns; i += V::kLanes) {
+            V::storei(whole + i, V::round_int(V::mul(V::load(values + i), V::set1(inverse))));
+        }
+        uint32_t bits = 0; // unsigned: what is not a number must not overflow
+        for (int i = 0; i < kBlockColumns; ++i) bits += static_cast<uint32_t>(whole[i]);
+        const int32_t sum = static_cast<int32_t>(bits);
+        int8_t* const high = coarse + start;
+        if (fine) {
+            int8_t* const low = to.fine + row * to.columns + start;
+            for (int i = 0; i < kBlockColumns; ++i) {
+                const int32_t top = static_cast<int32_t>(static_cast<uint32_t>(whole[i]) + 128) >> 8;
+                high[i] = static_cast<int8_t>(top);
+                low[i] = static_cast<int8_t>(whole[i] - top * 256);
+            }
+        } else {
+            for (int i = 0; i < kBlockColumns; ++i) high[i] = static_cast<int8_t>(whole[i]);
+        }
+        to.scale[row * to.blocks + block] = unit * constant;
+        to.offset[row * to.blocks + block] = unit * constant * (bias * static_cast<float>(sum));
+    }
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+template <class V>
+void store_keys(const float* key, const float* value, int dimension, int padded_dimension, int64_t position, Half* keys,
+                Half* values) {
+    Half* const to_keys = keys + position / kKeyBlock * kKeyBlock * padded_dimension + position % kKeyBlock;
+    Half* const to_values = values + position * padded_dimension;
+    for (int start = 0; start < padded_dimension; start += V::kLanes) {
+        const int rest = dimension - start < 0 ? 0 : dimension - start < V::kLanes ? dimension - start : V::kLanes;
+        float buffer[V::kLanes];
+        Half narrow[V::kLanes];
+        V::store(narrow, V::load(padded<float>(key + start, rest, V::kLanes, buffer)));
+        for (int i = 0; i < V::kLanes; ++i) to_keys[static_cast<int64_t>(start + i) * kKeyBlock] = narrow[i];
+        V::store(to_values + start, V::load(padded<float>(value + start, rest, V::kLanes, buffer)));
+    }
+}
+
+// Scores of kQueries queries against the key blocks [first, last), 16 positions each.
+template <class V, int kQueries>
+void score(const Attention& job, const float* query, const Half* keys, int64_t first, int64_t last, float* scores) {
+    for (int64_t block = first; block < last; ++block) {
+        const Half* const key = keys + block * kKeyBlock * job.padded_dimension;
+        for (int part = 0; part < kKeyBlock; part += V::kLanes) {
+            typename V::F sum[kQueries];
+            for (int q = 0; q < kQueries; ++q) sum[q] = V::set1(0);
+            for (int d = 0; d < job.head_dimension; ++d) {
+                const typename V::F k = V::load(key + d * kKeyBlock + part);
+                for (int q = 0; q < kQueries; ++q) {
+                    sum[q] = V::fma(V::set1(query[q * job.query_stride + d]), k, sum[q]);
+                }
+            }
+            for (int q = 0; q < kQueries; ++q) {
+                V::store(scores + q * job.capacity + block * kKeyBlock + part, V::mul(sum[q], V::set1(job.scale)));
+            }
+        }
+    }
+}
+
+// Scores in whole blocks to weights that sum to one; those outside [first, last) become 0.
+template <class V> void softmax(float* scores, int64_t first_block, int64_t last_block, int64_t first, int64_t last) {
+    for (int64_t i = first_block * kKeyBlock; i < first; ++i) scores[i] = -INFINITY;
+    for (int64_t i = last; i < last_block * kKeyBlock; ++i) scores[i] = -INFINITY;
+    const int64_t start = first_block * kKeyBlock, end = last_block * kKeyBlock;
+    typename V::F most = V::set1(-INFINITY);
+    for (int64_t i = start; i < end; i += V::kLanes) most = V::max(most, V::load(scores + i));
+    float lanes[V::kLanes];
+    V::store(lanes, most);
+    float largest = lanes[0];
+    for (int i = 1; i < V::kLanes; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
+    typename V::F sum = V::set1(0);
+    for (int64_t i = start; i < end; i += V::kLanes) {
+        const typename V::F e = exponential<V>(V::add(V::load(scores + i), V::set1(-largest)));
+        V::store(scores + i, e);
+        sum = V::add(sum, e);
+    }
+    const typename V::F inverse = V::set1(1.0f / V::sum(sum));
+    for (int64_t i = start; i < end; i += V::kLanes) V::store(scores + i, V::mul(V::load(scores + i), inverse));
+}
+
+// The values of positions [first, last) weighted by the scores, kVectors vectors of a head's dimensions from `start` on.
+template <class V, int kQueries, int kVectors>
+void weigh(const Attention& job, const float* scores, const Half* values, int64_t first, int64_t last, int start,
+           float* out) {
+    typename V::F sum[kQueries][kVectors];
+    for (int q = 0; q < kQueries; ++q) {
+        for (int v = 0; v < kVectors; ++v) sum[q][v] = V::set1(0);
+    }
+    for (int64_t position = first; position < last; ++position) {
+        const Half* const value = values + position * job.padded_dimension + start;
+        typename V::F vectors[kVectors];
+        for (int v = 0; v < kVectors; ++v) vectors[v] = V::load(value + v * V::kLanes);
+        for (int q = 0; q < kQueries; ++q) {
+            const typename V::F weight = V::set1(scores[q * job.capacity + position]);
+            for (int v = 0; v < kVectors; ++v) sum[q][v] = V::fma(weight, vectors[v], sum[q][v]);
+        }
+    }
+    for (int q = 0; q < kQueries; ++q) {
+        float lanes[kVectors * V::kLanes];
+        for (int v = 0; v < kVectors; ++v) V::store(lanes + v * V::kLanes, sum[q][v]);
+        const int rest = job.head_dimension - start;
+        const int count = rest < kVectors * V::kLanes ? rest : kVectors * V::kLanes;
+        if (count > 0) memcpy(out + q * job.out_stride + start, lanes, static_cast<size_t>(count) * sizeof *lanes);
+    }
+}
+
+template <class V, int kQueries> void attend_queries(const Attention& job, int64_t row, int head, float* scores) {
+    const int64_t kv_head = head / (job.heads / job.kv_heads);
+    const int64_t kv_offset = kv_head * job.capacity * job.padded_dimension;
+    const int64_t position = job.position + row, last = position + kQueries;
+    const auto from = [&](int64_t p) { return p + 1 > job.window ? p + 1 - job.window : 0; };
+    const int64_t first_block = from(position) / kKeyBlock, last_block = (last + kKeyBlock - 1) / kKeyBlock;
+    const int64_t head_offset = static_cast<int64_t>(head) * job.head_dimension;
+    score<V, kQueries>(job, job.query + row * job.query_stride + head_offset, job.keys + kv_offset, first_block,
+                       last_block, scores);
+    for (int q = 0; q < kQueries; ++q) {
+        softmax<V>(scores + q * job.capacity, first_block, last_block, from(position + q), position + q + 1);
+    }
+    float* const out = job.out + row * job.out_stride + head_offset;
+    const Half* const values = job.values + kv_offset;
+    const int64_t first = first_block * kKeyBlock;
+    int start = 0;
+    for (; start + 4 * V::kLanes <= job.padded_dimension; start += 4 * V::kLanes) {
+        weigh<V, kQueries, 4>(job, scores, values, first, last, start, out);
+    }
+    for (; start < job.padded_dimension; start += V::kLanes) {
+        weigh<V, kQueries, 1>(job, scores, values, first, last, start, out);
+    }
+}
+
+template <class V> void attend(const Attention& job, int64_t first, int64_t last, float* scratch) {
+    for (int64_t task = first; task < last; ++task) {
+        const int head = static_cast<int>(task % job.heads);
+        int64_t row = task / job.heads * kQueryBlock;
+        const int64_t end = row + kQueryBlock < job.count ? row + kQueryBlock : job.count;
+        if (end - row == kQueryBlock) {
+            attend_queries<V, kQueryBlock>(job, row, head, scratch);
+        } else {
+            for (; row < end; ++row) attend_queries<V, 1>(job, row, head, scratch);
+        }
+    }
+}
+
+template <class V>
+constexpr EngineKernels kEngineKernels{multiply<V>, quantize_activations<V>, normalize<V>, rotate<V>,
+                                       swiglu<V>,   store_keys<V>,           attend<V>};
+
+} // namespace
+} // namespace otaro

@@ -1,0 +1,239 @@
+// Products of a packed matrix with a few quantised activations, over a small vector abstraction (see engine_kernels.h).
+//
+// A vector class V, in addition to what simd.h lists, has
+//     B                 a vector of kBytes bytes, 4 for each of kBytes / 4 rows
+//     kCodeBits         the widest code a byte may hold: 8, or 7 where the instructions take it as signed or saturate
+//     kProductBatch     activations multiplied at a time before registers run out
+//     load_bytes, store_bytes
+//     take<shift, mask>(a)         (a >> shift) & mask of each byte, shift < 0 to the left
+//     put<shift, mask>(a, b)       b | (a >> shift) & mask
+//     dot(sum, codes, x)           sum + codes * the 4 activations at x, in each row
+//     powers(scale)     scale bytes of the rows as floats: +-2^(field - 127), 0 for field 0
+//
+// A code wider than kCodeBits is split: its top goes into one byte and the rest ("low") into another, multiplied apart.
+// A step costs two instructions a bit plane (shift, merge), one or two for the base, and one dot product for every
+// activation and part of the code.
+#pragma once
+
+#include "engine_kernels.h"
+#include "simd.h"
+
+namespace otaro {
+namespace {
+
+template <int N, class Body> inline __attribute__((always_inline)) void repeat(const Body& body) {
+    if constexpr (N > 0) {
+        repeat<N - 1>(body);
+        body(Number<N - 1>());
+    }
+}
+
+// How a code of 4 + kPlanes bits is split over bytes.
+template <class V, int kPlanes> struct Split {
+    static constexpr int kTopPlanes = kPlanes + 4 <= V::kCodeBits ? kPlanes : V::kCodeBits - 4;
+    static constexpr int kLow = kPlanes - kTopPlanes; // bits in the second byte
+};
+
+// Steps of a tile as they are stored.
+template <class V, int kPlanes> class PackedSteps {
+    using Parts = Split<V, kPlanes>;
+
+  public:
+    PackedSteps(const Tiles& tiles, int64_t tile, int part) {
+        const int64_t block = tile * tiles.blocks;
+        base_ = tiles.base + block * kBaseBytes + part * V::kBytes;
+        for (int p = 0; p < kPlanes; ++p) bits_[p] = tiles.bits[p] + block * kPlaneBytes + part * V::kBytes;
+    }
+
+    inline __attribute__((always_inline)) void start_block() {
+        for (int v = 0; v < 4; ++v) {
+            vectors_[v] = V::load_bytes(base_ + v * kStepBytes);
+            V::prefetch(base_ + kAhead * kBaseBytes + v * kStepBytes);
+        }
+        base_ += kBaseBytes;
+        for (int p = 0; p < kPlanes; ++p) {
+            planes_[p] = V::load_bytes(bits_[p]);
+            V::prefetch(bits_[p] + 2 * kAhead * kPlaneBytes);
+            bits_[p] += kPlaneBytes;
+        }
+    }
+
+    template <int kStep> inline __attribute__((always_inline)) typename V::B top() const {
+        constexpr int kUp = Parts::kTopPlanes;
+        typename V::B code = V::template take<kStep / 4 * 4 - kUp, 15 << kUp>(vectors_[kStep % 4]);
+        repeat<kUp>([&](auto p) {
+            constexpr int kPlace = kUp - 1 - decltype(p)::value;
+            code = V::template put<kStep - kPlace, 1 << kPlace>(planes_[p.value], code);
+        });
+        return code;
+    }
+
+    template <int kStep> inline __attribute__((always_inline)) typename V::B low() const {
+        constexpr int kFirst = Parts::kTopPlanes, kPlace = Parts::kLow - 1;
+        typename V::B code = V::template take<kStep - kPlace, 1 << kPlace>(planes_[kFirst]);
+        if constexpr (Parts::kLow == 2) code = V::template put<kStep, 1>(planes_[kFirst + 1], code);
+        return code;
+    }
+
+  private:
+    static constexpr int kAhead = 32; // blocks of base, into the second-level cache
+    const uint8_t* base_;
+    const uint8_t* bits_[kPlanes + 1];
+    typename V::B vectors_[4], planes_[kPlanes + 1];
+};
+
+// Steps of a tile unpacked beforehand: 64 bytes of tops, then, where there are any, 64 bytes of lows.
+template <class V, int kPlanes> class UnpackedSteps {
+    static constexpr int kLow = Split<V, kPlanes>::kLow != 0;
+
+  public:
+    UnpackedSteps(const uint8_t* scratch, int part) : next_(scratch + part * V::kBytes - kBlockBytes) {}
+
+    inline __attribute__((always_inline)) void start_block() { next_ += kBlockBytes; }
+    template <int kStep> inline __attribute__((always_inline)) typename V::B top() const {
+        return V::load_bytes(next_ + kStep * (1 + kLow) * kStepBytes);
+    }
+    template <int kStep> inline __attribute__((always_inline)) typename V::B low() const {
+        return V::load_bytes(next_ + (kStep * 2 + 1) * kStepBytes);
+    }
+
+    static void unpack(const Tiles& tiles, int64_t tile, uint8_t* scratch) {
+        for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
+            PackedSteps<V, kPlanes> steps(tiles, tile, part);
+            uint8_t* to = scratch + part * V::kBytes;
+            for (int64_t block = 0; block < tiles.blocks; ++block) {
+                steps.start_block();
+                repeat<kSteps>([&](auto step) {
+                    constexpr int kStep = decltype(step)::value;
+                    V::store_bytes(to + kStep * (1 + kLow) * kStepBytes, steps.template top<kStep>());
+                    if constexpr (kLow) {
+                        V::store_bytes(to + (kStep * 2 + 1) * kStepBytes, steps.template low<kStep>());
+                    }
+                });
+                to += kBlockBytes;
+            }
+        }
+    }
+
+  private:
+    static constexpr int kBlockBytes = kSteps * (1 + kLow) * kStepBytes;
+    const uint8_t* next_;
+};
+
+// The rows of one vector times kBatch rows of activations from `row` on.
+template <class V, int kPlanes, bool kFine, int kBatch, class Steps>
+void multiply_rows(const Product& product, Steps steps, int64_t tile, int part, int64_t row) {
+    using I = typename V::I;
+    using F = typename V::F;
+    constexpr int kLow = Split<V, kPlanes>::kLow;
+    constexpr int kRows = V::kBytes / kStepColumns;
+    const Tiles& tiles = *product.weight;
+    const Activations& x = *product.x;
+    const int8_t* const coarse = x.coarse + row * x.columns;
+    const int8_t* const fine = kFine ? x.fine + row * x.columns : nullptr;
+    const float* const scale = x.scale + row * x.blocks;
+    const float* const offset = x.offset + row * x.blocks;
+    const uint8_t* powers = tiles.scale + tile * tiles.groups * kTileRows + part * kRows;
+    F sum[kBatch], power = V::set1(0);
+    for (int b = 0; b < kBatch; ++b) sum[b] = V::set1(0);
+    int left = 0; // blocks of the group at hand
+    for (int64_t block = 0; block < tiles.blocks; ++block) {
+        if (left-- == 0) {
+            power = V::powers(powers);
+            powers += kTileRows;
+            left = tiles.group_blocks - 1;
+        }
+        steps.start_block();
+        // By part of the code (top, low) and of the activation (coarse, fine).
+        I sums[2][2][kBatch];
+        for (int b = 0; b < kBatch; ++b) sums[0][0][b] = sums[0][1][b] = sums[1][0][b] = sums[1][1][b] = V::set1i(0);
+        repeat<kSteps>([&](auto step) {
+            constexpr int kStep = decltype(step)::value;
+            const int64_t place = block * kBlockColumns + kStep * kStepColumns;
+            const auto dots = [&](typename V::B code, auto part) {
+                I(*const sum)[kBatch] = sums[part.value];
+                for (int b = 0; b < kBatch; ++b) sum[0][b] = V::dot(sum[0][b], code, coarse + b * x.columns + place);
+                if constexpr (kFine) {
+                    for (int b = 0; b < kBatch; ++b) sum[1][b] = V::dot(sum[1][b], code, fine + b * x.columns + place);
+                }
+            };
+            dots(steps.template top<kStep>(), Number<0>());
+            if constexpr (kLow > 0) dots(steps.template low<kStep>(), Number<1>());
+        });
+        for (int b = 0; b < kBatch; ++b) {
+            I total = sums[0][0][b];
+            if constexpr (kLow > 0) total = V::addi(V::template up<kLow>(total), sums[1][0][b]);
+            if constexpr (kFine) {
+                I rest = sums[0][1][b];
+                if constexpr (kLow > 0) rest = V::addi(V::template up<kLow>(rest), sums[1][1][b]);
+                total = V::addi(V::template up<8>(total), rest);
+            }
+            const F value =
+                V::fma(V::to_float(total), V::set1(scale[b * x.blocks + block]), V::set1(offset[b * x.blocks + block]));
+            sum[b] = V::fma(power, value, sum[b]);
+        }
+    }
+    const int64_t first = tile * kTileRows + part * kRows;
+    const int rows = static_cast<int>(tiles.rows - first < kRows ? tiles.rows - first : kRows);
+    for (int b = 0; b < kBatch; ++b) {
+        float* const y = product.y + (row + b) * product.y_stride + first;
+        float values[kRows];
+        V::store(values, sum[b]);
+        for (int r = 0; r < rows; ++r) {
+            float value = values[r];
+            if (product.bias != nullptr) value += product.bias[first + r];
+            y[r] = product.add ? y[r] + value : value;
+        }
+    }
+}
+
+// One tile with all rows of activations, as many at a time as registers allow; make(part) gives its steps.
+template <class V, int kPlanes, bool kFine, class Make>
+void multiply_tile(const Product& product, const Make& make, int64_t tile) {
+    constexpr int kMost = kFine ? V::kFineBatch : V::kProductBatch;
+    for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
+        if (tile * kTileRows + part * (V::kBytes / kStepColumns) >= product.weight->rows) return;
+        int64_t row = 0;
+        const auto rows = [&](auto count) {
+            constexpr int kCount = decltype(count)::value;
+            if constexpr (kCount <= kMost) {
+                for (; row + kCount <= product.batch; row += kCount) {
+                    multiply_rows<V, kPlanes, kFine, kCount>(product, make(part), tile, part, row);
+                }
+            }
+        };
+        rows(Number<8>());
+        rows(Number<4>());
+        rows(Number<2>());
+        rows(Number<1>());
+    }
+}
+
+template <class V, int kPlanes, bool kFine>
+void multiply_tiles(const Product& product, int64_t first, int64_t last, uint8_t* scratch) {
+    using Packed = PackedSteps<V, kPlanes>;
+    using Unpacked = UnpackedSteps<V, kPlanes>;
+    for (int64_t tile = first; tile < last; ++tile) {
+        if (product.batch < kUnpackFrom) {
+            multiply_tile<V, kPlanes, kFine>(
+                product, [&](int part) { return Packed(*product.weight, tile, part); }, tile);
+        } else {
+            Unpacked::unpack(*product.weight, tile, scratch);
+            multiply_tile<V, kPlanes, kFine>(product, [&](int part) { return Unpacked(scratch, part); }, tile);
+        }
+    }
+}
+
+template <class V> void multiply(const Product& product, int64_t first, int64_t last, uint8_t* scratch) {
+    with_planes(product.mantissa - kNarrowest, [&](auto planes) {
+        constexpr int kPlanes = decltype(planes)::value;
+        if (product.x->fine != nullptr) {
+            multiply_tiles<V, kPlanes, true>(product, first, last, scratch);
+        } else {
+            multiply_tiles<V, kPlanes, false>(product, first, last, scratch);
+        }
+    });
+}
+
+} // namespace
+} // namespace otaro

@@ -1,0 +1,131 @@
+"""The command ``otaro bench``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from otaro.console import progress_bar, results, size_text
+from otaro.errors import OtaroError
+from otaro.precision import parse_precisions
+
+if TYPE_CHECKING:
+    from otaro.bench.measure import Row
+
+BENCH_EXAMPLE = "Example: otaro bench smollm2-packed --threads 2 --against llama.cpp"
+
+
+def bench(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A packed folder, as otaro pack writes it.")],
+    against: Annotated[
+        str | None, typer.Option(help="'llama.cpp': also run each precision's GGUF twin in llama-cpp-python.")
+    ] = None,
+    precisions: Annotated[str, typer.Option(help="'all', or names with commas between them.")] = "all",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each, taking turns.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="All processors if left out.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures as JSON; '-' is stdout.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="OUT", help="Draw decoding speed (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Measure speed, memory and loading at each precision."""
+    if against not in (None, "llama.cpp"):
+        raise OtaroError(f"there is nothing called {against} to measure against: only llama.cpp")
+    from otaro import checkpoint
+    from otaro.bench.measure import measure
+    from otaro.engine.architecture import UnsupportedError
+    from otaro.evaluate.report import check_plot, write_json
+
+    if plot is not None:
+        check_plot(plot)
+    chosen = parse_precisions(precisions, checkpoint.inspect(folder).precisions)
+    try:
+        with progress_bar() as progress:
+            rows = measure(
+                folder,
+                chosen,
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                rounds=rounds,
+                threads=threads,
+                against_llama_cpp=against is not None,
+                progress=progress,
+            )
+    except UnsupportedError as error:
+        raise OtaroError(f"{folder} cannot be measured: {error}") from error
+    figures: dict[str, Any] = {
+        "folder": str(folder),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "rounds": rounds,
+        "threads": threads,
+        "results": [row.to_json() for row in rows],
+    }
+    if json_out == Path("-"):
+        print(json.dumps(figures, indent=2))
+    else:
+        results().print(_table(rows))
+        if against is not None:
+            results().print(_comparison(rows))
+        if json_out is not None:
+            write_json(figures, json_out)
+    if plot is not None:
+        _plot(rows, plot)
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table("precision")
+    for heading in ("bits", "weights", "load", "first token", "prefill tok/s", "decode tok/s", "of bandwidth"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.precision),
+            f"{row.bits_per_weight:.2f}",
+            size_text(row.weight_bytes),
+            f"{row.load_seconds:.2f} s",
+            f"{row.speed.first_token_seconds:.2f} s",
+            f"{row.speed.prefill:.0f}",
+            f"{row.speed.decode:.1f}",
+            f"{row.bandwidth_share:.0%}",
+        )
+    return table
+
+
+def _comparison(rows: list[Row]) -> Table:
+    table = Table("precision", "twin in llama.cpp")
+    for heading in ("prefill tok/s", "decode tok/s", "otaro's prefill", "otaro's decode"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        if row.peer is not None:
+            prefill, decode = row.speed.prefill / row.peer.prefill, row.speed.decode / row.peer.decode
+            figures = (f"{row.peer.prefill:.0f}", f"{row.peer.decode:.1f}", f"× {prefill:.2f}", f"× {decode:.2f}")
+            table.add_row(str(row.precision), row.peer_type, *figures)
+    return table
+
+
+def _plot(rows: list[Row], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    bits = [row.bits_per_weight for row in rows]
+    axes.plot(bits, [row.speed.decode for row in rows], "o-", label="otaro")
+    for row in rows:
+        axes.annotate(
+            str(row.precision), (row.bits_per_weight, row.speed.decode), textcoords="offset points", xytext=(4, 6)
+        )
+    if rows[0].peer is not None:
+        axes.plot(
+            bits, [row.peer.decode for row in rows if row.peer is not None], "s--", label="llama.cpp (exact twins)"
+        )
+        axes.legend()
+    axes.set_xlabel("bits per weight")
+    axes.set_ylabel("decoding, tokens/s")
+    axes.set_ylim(bottom=0)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,55 @@
+"""llama.cpp as a peer to measure against: the same tokens through the same number of threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+
+from otaro.errors import OtaroError
+
+
+def import_llama_cpp() -> ModuleType:
+    try:
+        import llama_cpp  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise OtaroError("llama.cpp is not installed: pip install llama-cpp-python") from error
+    module: ModuleType = llama_cpp
+    return module
+
+
+class LlamaCpp:
+    """One GGUF file in llama.cpp, driven through its C API so that no wrapper is measured."""
+
+    def __init__(self, path: Path, *, context: int, threads: int) -> None:
+        self._api: Any = import_llama_cpp()
+        self._silence = self._api.llama_log_callback(lambda *_: None)  # kept: the library calls it later
+        self._api.llama_log_set(self._silence, None)
+        settings = self._api.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        self._model = self._api.llama_model_load_from_file(str(path).encode(), settings)
+        if not self._model:
+            raise OtaroError(f"llama.cpp cannot load {path}")
+        options = self._api.llama_context_default_params()
+        options.n_ctx = options.n_batch = options.n_ubatch = context
+        options.n_threads = options.n_threads_batch = threads
+        self._context = self._api.llama_init_from_model(self._model, options)
+        self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+
+    def run(self, tokens: Sequence[int], position: int) -> int:
+        """Run tokens from a position on; the likeliest next token."""
+        memory = self._api.llama_get_memory(self._context)
+        self._api.llama_memory_seq_rm(memory, -1, position, -1)
+        ids = (ctypes.c_int32 * len(tokens))(*tokens)
+        if self._api.llama_decode(self._context, self._api.llama_batch_get_one(ids, len(tokens))) != 0:
+            raise OtaroError("llama.cpp could not run the tokens")
+        logits = self._api.llama_get_logits_ith(self._context, -1)
+        return int(numpy.ctypeslib.as_array(logits, shape=(self._vocabulary,)).argmax())
+
+    def close(self) -> None:
+        self._api.llama_free(self._context)
+        self._api.llama_model_free(self._model)

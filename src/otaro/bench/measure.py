@@ -1,0 +1,155 @@
+"""How fast a packed model runs at each width, how much memory it takes, and how that compares with llama.cpp.
+
+A run reads a prompt and then generates greedily; prefill counts the prompt's tokens, decode the median over new tokens.
+Runs of all widths, and of the peer, take turns, and medians over the rounds are reported: on a machine that is busy
+with other things ratios stay right when times do not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otaro.bench.llama_cpp import LlamaCpp, import_llama_cpp
+from otaro.checkpoint.folder import Progress
+from otaro.engine.engine import Engine
+from otaro.errors import OtaroError
+from otaro.export import export_gguf
+from otaro.export.blocks import block_type
+from otaro.precision import Precision
+
+Run = Callable[[Sequence[int], int], int]
+"""Runs tokens from a position on and picks the next."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over rounds, in tokens per second; the first token in seconds, its prompt included."""
+
+    prefill: float
+    decode: float
+    first_token_seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One width. `bandwidth_share` is what decoding reads per second, of what the memory delivers."""
+
+    precision: Precision
+    bits_per_weight: float
+    weight_bytes: int
+    load_seconds: float
+    speed: Speed
+    bandwidth_share: float
+    peer_type: str | None = None
+    peer: Speed | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "precision": str(self.precision)}
+
+
+def measure(
+    folder: Path,
+    precisions: Sequence[Precision],
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    rounds: int,
+    threads: int | None,
+    against_llama_cpp: bool = False,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Measure each width, its GGUF twin in llama.cpp too if asked for."""
+    if against_llama_cpp:
+        import_llama_cpp()
+    engine = Engine(folder, max(precisions), threads=threads, context=prompt_tokens + new_tokens)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(engine.weights.model.shape.vocabulary, (prompt_tokens,), generator=generator).tolist()
+    runs: dict[tuple[Precision, str], Run] = {}
+    peers: list[LlamaCpp] = []
+    with tempfile.TemporaryDirectory() as name:
+        for precision in precisions:
+            runs[precision, "otaro"] = _native(engine, precision)
+            if against_llama_cpp:
+                twin = export_gguf(folder, Path(name) / f"{precision}.gguf", precision)
+                peers.append(LlamaCpp(twin, context=engine.context, threads=engine.threads))
+                runs[precision, "llama.cpp"] = peers[-1].run
+        speeds: dict[tuple[Precision, str], list[Speed]] = {key: [] for key in runs}
+        for number in range(rounds):
+            for place, (key, run) in enumerate(runs.items()):
+                speeds[key].append(_one_run(run, prompt, new_tokens))
+                if progress is not None:
+                    progress(f"measuring {key[0]}", number * len(runs) + place + 1, rounds * len(runs))
+        for peer in peers:
+            peer.close()
+    bandwidth = read_bandwidth(engine.threads)
+    rows = []
+    for precision in precisions:
+        speed = _medians(speeds[precision, "otaro"])
+        start = time.perf_counter()
+        loaded = Engine(folder, precision, threads=threads, context=prompt_tokens + new_tokens)
+        load_seconds = time.perf_counter() - start
+        size = loaded.memory["weights"]
+        packed = sum(matrix.rows * matrix.columns for matrix in set(loaded.weights.model.matrices.values()))
+        columns = engine.weights.model.shape.hidden
+        rows.append(
+            Row(
+                precision,
+                8 * size / packed,
+                size,
+                load_seconds,
+                speed,
+                size * speed.decode / bandwidth,
+                block_type(precision, columns).name if against_llama_cpp else None,
+                _medians(speeds[precision, "llama.cpp"]) if against_llama_cpp else None,
+            )
+        )
+    return rows
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes a second that this many threads read from memory, the best of a few times."""
+    data = torch.ones(1 << 26)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            data.sum()
+            seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(before)
+    return data.numel() * data.element_size() / min(seconds)
+
+
+def _native(engine: Engine, precision: Precision) -> Run:
+    widths = engine.weights.widths(precision)
+    return lambda tokens, position: int(engine.run(tokens, position, widths)[0].argmax())
+
+
+def _one_run(run: Run, prompt: list[int], new_tokens: int) -> Speed:
+    if new_tokens < 2:
+        raise OtaroError(f"{new_tokens} new tokens are too few to measure: ask for at least 2")
+    start = time.perf_counter()
+    token = run(prompt, 0)
+    first = time.perf_counter() - start
+    seconds = []
+    for position in range(len(prompt), len(prompt) + new_tokens - 1):
+        start = time.perf_counter()
+        token = run([token], position)
+        seconds.append(time.perf_counter() - start)
+    return Speed(len(prompt) / first, 1 / statistics.median(seconds), first)
+
+
+def _medians(speeds: list[Speed]) -> Speed:
+    return Speed(
+        *(statistics.median(values) for values in zip(*(asdict(speed).values() for speed in speeds), strict=True))
+    )

@@ -1,0 +1,204 @@
+"""Which models the native engine runs, and what their tensors are called.
+
+Decoders of the Llama kind: RMS norms, rotary positions, grouped queries, SwiGLU, with or without query and key norms
+and biases. A model it does not run is told apart here, with the reason, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from otaro.checkpoint.folder import PackedFolder
+from otaro.engine.native import MatrixRole, Shape, VectorRole
+from otaro.errors import FormatError
+
+MOST_HEAD_DIMENSION = 1024
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3")
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+MATRICES = {
+    "self_attn.q_proj": MatrixRole.QUERY,
+    "self_attn.k_proj": MatrixRole.KEY,
+    "self_attn.v_proj": MatrixRole.VALUE,
+    "self_attn.o_proj": MatrixRole.OUTPUT,
+    "mlp.gate_proj": MatrixRole.GATE,
+    "mlp.up_proj": MatrixRole.UP,
+    "mlp.down_proj": MatrixRole.DOWN,
+}
+VECTORS = {
+    "input_layernorm.weight": VectorRole.ATTENTION_NORM,
+    "post_attention_layernorm.weight": VectorRole.FEED_FORWARD_NORM,
+    "self_attn.q_norm.weight": VectorRole.QUERY_NORM,
+    "self_attn.k_norm.weight": VectorRole.KEY_NORM,
+    "self_attn.q_proj.bias": VectorRole.QUERY_BIAS,
+    "self_attn.k_proj.bias": VectorRole.KEY_BIAS,
+    "self_attn.v_proj.bias": VectorRole.VALUE_BIAS,
+    "self_attn.o_proj.bias": VectorRole.OUTPUT_BIAS,
+    "mlp.gate_proj.bias": VectorRole.GATE_BIAS,
+    "mlp.up_proj.bias": VectorRole.UP_BIAS,
+    "mlp.down_proj.bias": VectorRole.DOWN_BIAS,
+}
+
+
+class UnsupportedError(Exception):
+    """Why the native engine does not run a model; the transformers path does."""
+
+
+def matrix_place(name: str) -> tuple[int, MatrixRole] | None:
+    """The layer and role of a packed tensor, by its name in the files."""
+    if name == EMBEDDING:
+        return 0, MatrixRole.EMBEDDING
+    if name == HEAD:
+        return 0, MatrixRole.HEAD
+    layer, rest = _split(name)
+    role = MATRICES.get(rest)
+    return None if role is None else (layer, role)
+
+
+def vector_place(name: str) -> tuple[int, VectorRole] | None:
+    """The layer and role of a tensor that is not packed."""
+    if name == "model.norm.weight":
+        return 0, VectorRole.FINAL_NORM
+    layer, rest = _split(name)
+    role = VECTORS.get(rest)
+    return None if role is None else (layer, role)
+
+
+def _split(name: str) -> tuple[int, str]:
+    parts = name.split(".", 3)
+    if len(parts) == 4 and parts[:2] == ["model", "layers"] and parts[2].isdecimal():
+        return int(parts[2]), parts[3]
+    return 0, ""
+
+
+def read_shape(folder: PackedFolder, config: Any) -> Shape:
+    """What the engine must know of a packed model, from its transformers config, or why it cannot run it."""
+    if folder.format.scheme != "nested":
+        raise UnsupportedError(
+            f"its weights are packed by the scheme {folder.format.scheme}, and only nested runs natively"
+        )
+    if config.model_type not in MODEL_TYPES:
+        raise UnsupportedError(f"models of type {config.model_type} do not run natively yet")
+    if config.hidden_act != "silu":
+        raise UnsupportedError(f"the activation {config.hidden_act} does not run natively")
+    for entry in folder.entries:
+        place = vector_place(entry.name) if entry.floor is None else matrix_place(entry.name)
+        if place is None:
+            raise UnsupportedError(f"it has a tensor {entry.name} that the native engine does not know")
+    try:
+        shape = _shape(config)
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
+        raise FormatError(
+            f"{folder.path}/config.json holds a setting that cannot be used ({error}): fetch it again"
+        ) from error
+    _check_tensors(folder, shape)
+    return shape
+
+
+def _shape(config: Any) -> Shape:
+    head_dimension = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    frequency, factor = _rope(config, head_dimension)
+    return Shape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dimension=head_dimension,
+        vocabulary=config.vocab_size,
+        norm_epsilon=config.rms_norm_eps,
+        rope_frequency=frequency,
+        rope_factor=factor,
+        window=_windows(config),
+    )
+
+
+def _check_tensors(folder: PackedFolder, shape: Shape) -> None:
+    """The config is not covered by the files' checksums: everything it says must fit the tensors."""
+    heads, kv_heads = shape.heads * shape.head_dimension, shape.kv_heads * shape.head_dimension
+    shapes = {
+        MatrixRole.EMBEDDING: (shape.vocabulary, shape.hidden),
+        MatrixRole.HEAD: (shape.vocabulary, shape.hidden),
+        MatrixRole.QUERY: (heads, shape.hidden),
+        MatrixRole.KEY: (kv_heads, shape.hidden),
+        MatrixRole.VALUE: (kv_heads, shape.hidden),
+        MatrixRole.OUTPUT: (shape.hidden, heads),
+        MatrixRole.GATE: (shape.intermediate, shape.hidden),
+        MatrixRole.UP: (shape.intermediate, shape.hidden),
+        MatrixRole.DOWN: (shape.hidden, shape.intermediate),
+    }
+    entries = {entry.name: entry for entry in folder.entries}
+    needed = {"model.norm.weight", EMBEDDING}
+    for layer in range(shape.layers):
+        norms = [name for name, role in VECTORS.items() if role <= VectorRole.FEED_FORWARD_NORM]
+        needed |= {f"model.layers.{layer}.{name}" for name in [*MATRICES, *norms]}
+    missing = min(needed - set(entries), default=None)
+    if missing is not None:
+        raise FormatError(f"{folder.path}/config.json speaks of a tensor {missing} that is not there: fetch it again")
+    for entry in entries.values():
+        place = matrix_place(entry.name) if entry.floor is not None else vector_place(entry.name)
+        fits = place is not None and place[0] < shape.layers
+        if place is not None and isinstance(place[1], MatrixRole):
+            fits = fits and entry.shape == shapes[place[1]]
+        elif place is not None:
+            fits = fits and entry.shape == (_length(place[1], shape),)
+        if not fits:
+            raise FormatError(f"{folder.path}/config.json does not fit the tensor {entry.name}: fetch it again")
+    if shape.heads % shape.kv_heads or shape.head_dimension % 2 or shape.head_dimension > MOST_HEAD_DIMENSION:
+        raise FormatError(f"{folder.path}/config.json has heads that do not go together: fetch it again")
+
+
+def _length(role: VectorRole, shape: Shape) -> int:
+    lengths = {
+        VectorRole.QUERY_NORM: shape.head_dimension,
+        VectorRole.KEY_NORM: shape.head_dimension,
+        VectorRole.QUERY_BIAS: shape.heads * shape.head_dimension,
+        VectorRole.KEY_BIAS: shape.kv_heads * shape.head_dimension,
+        VectorRole.VALUE_BIAS: shape.kv_heads * shape.head_dimension,
+        VectorRole.GATE_BIAS: shape.intermediate,
+        VectorRole.UP_BIAS: shape.intermediate,
+    }
+    return lengths.get(role, shape.hidden)
+
+
+def _windows(config: Any) -> tuple[int, ...]:
+    """How far back each layer sees; 0: to the beginning."""
+    width = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (width,) * config.num_hidden_layers
+    unknown = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
+    if unknown is not None:
+        raise UnsupportedError(f"layers of type {unknown} do not run natively")
+    return tuple(width if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _rope(config: Any, dimension: int) -> tuple[tuple[float, ...], float]:
+    """The frequencies of the rotary embedding, and the factor of its cosines and sines."""
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind not in ROPE_TYPES:
+        raise UnsupportedError(f"rotary embeddings of type {kind} do not run natively")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedError("rotary embeddings of a part of a head do not run natively")
+    frequencies = [parameters["rope_theta"] ** (-2 * i / dimension) for i in range(dimension // 2)]
+    if kind == "linear":
+        frequencies = [frequency / parameters["factor"] for frequency in frequencies]
+    elif kind == "llama3":
+        frequencies = [_llama3(frequency, parameters) for frequency in frequencies]
+    return tuple(frequencies), 1.0
+
+
+def _llama3(frequency: float, parameters: dict[str, Any]) -> float:
+    """Low frequencies slowed down by the factor, high ones kept, those in between blended."""
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = parameters["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    slowed = frequency / parameters["factor"]
+    if turns < low:
+        return slowed
+    if turns > high:
+        return frequency
+    blend = (turns - low) / (high - low)
+    return (1 - blend) * slowed + blend * frequency

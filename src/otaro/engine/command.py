@@ -1,0 +1,267 @@
+"""The commands ``otaro generate`` and ``otaro chat``: text from a packed model, natively where that is possible."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from otaro.console import note, parse_size, progress_bar, read_prompt, size_text, stream
+from otaro.errors import OtaroError
+from otaro.precision import Precision, join
+
+if TYPE_CHECKING:
+    from otaro.engine.runner import Request, Runner
+
+GENERATE_EXAMPLE = "Example: echo 'Why is the sky blue?' | otaro generate smollm2-packed --precision E5M4 > answer.txt"
+CHAT_EXAMPLE = "Example: otaro chat smollm2-packed --precision E5M4"
+CHAT_HELP = "/precision E5M4 switches, /clear forgets the conversation, /exit leaves; Ctrl-C stops an answer"
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A packed folder, as otaro pack writes it.")]
+Width = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        "--decode",
+        metavar="PRECISION",
+        envvar="OTARO_PRECISION",
+        help="The precision to run at; the widest if left out.",
+    ),
+]
+Prefill = Annotated[
+    str | None, typer.Option(metavar="PRECISION", help="Read the prompt at this precision; the same if left out.")
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(metavar="PRECISION", help="Let this precision draft tokens that the other checks several at a time."),
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Run at the widest precision whose weights fit, such as 120MB.")
+]
+Temperature = Annotated[
+    float, typer.Option(min=0, help="0 takes the likeliest token; above 0 draws, the more freely the higher.")
+]
+TopK = Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0: from all.")]
+TopP = Annotated[float, typer.Option(help="Draw from the fewest tokens that together have this probability.")]
+MinP = Annotated[float, typer.Option(help="Leave out tokens below this share of the likeliest one's probability.")]
+Penalty = Annotated[float, typer.Option(help="Above 1: make tokens that are there already less likely.")]
+Seed = Annotated[int | None, typer.Option(help="Draw the same tokens each time.", min=0, max=2**32 - 1)]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
+]
+Tokens = Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; all processors if left out.")]
+Backend = Annotated[str, typer.Option(help="native, transformers, or auto: native where the model allows it.")]
+
+
+def generate(
+    folder: Folder,
+    prompt: Annotated[
+        str | None, typer.Option(help="The prompt; '-' reads it from stdin, as does a pipe when this is left out.")
+    ] = None,
+    precision: Width = None,
+    prefill: Prefill = None,
+    draft: Draft = None,
+    memory: Memory = None,
+    max_new_tokens: Tokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on from the prompt as it stands, no chat template.")] = False,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
+) -> None:
+    """Generate text from a prompt, streamed to stdout."""
+    width = _width(folder, precision, memory)
+    text = read_prompt(prompt)
+    from otaro.generate import prompt_tokens
+
+    sampling: dict[str, Any] = {
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    request = _request(max_new_tokens, prefill, draft, stop, temperature=temperature, **sampling)
+    runner = _open(folder, _widest(width, request), backend, threads)
+    if width is not None:
+        runner.precision = width
+    ids = prompt_tokens(runner.tokenizer, text, raw=raw)[0].tolist()
+    result = runner.generate(ids, request, None if as_json else stream)
+    if as_json:
+        print(json.dumps(result.to_json(), ensure_ascii=False))
+    else:
+        stream("\n")
+    note(
+        f"{result.precision}: {result.tokens} tokens, {result.tokens_per_second:.1f} tokens/s, "
+        f"the first after {result.first_token_seconds:.2f} s"
+    )
+
+
+def chat(
+    folder: Folder,
+    precision: Width = None,
+    prefill: Prefill = None,
+    draft: Draft = None,
+    memory: Memory = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before you speak.")] = None,
+    max_new_tokens: Tokens = 512,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 0.95,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = None,
+    threads: Threads = None,
+    backend: Backend = "auto",
+) -> None:
+    """Talk with a model in the terminal; switch its precision as you go."""
+    width = _width(folder, precision, memory)
+    sampling: dict[str, Any] = {
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    request = _request(max_new_tokens, prefill, draft, None, reuse=True, temperature=temperature, **sampling)
+    # Without --memory all planes are loaded, so that /precision can go up as well as down.
+    runner = _open(folder, width if memory is not None else None, backend, threads)
+    if width is not None:
+        runner.precision = width
+    note(f"{folder} at {runner.precision}, {size_text(runner.memory)}: {CHAT_HELP}")
+    _Conversation(runner, request, system).run()
+
+
+class _Conversation:
+    """What has been said, and the loop that adds to it."""
+
+    def __init__(self, runner: Runner, request: Request, system: str | None) -> None:
+        self._runner, self._request, self._system = runner, request, system
+        if runner.tokenizer.chat_template is None:
+            raise OtaroError("the model has no chat template: use otaro generate --raw")
+        self._messages: list[dict[str, str]] = []
+        self._clear()
+
+    def run(self) -> None:
+        while True:
+            try:
+                line = _ask()
+            except (EOFError, KeyboardInterrupt):
+                stream("\n")
+                return
+            if line in ("/exit", "/quit"):
+                return
+            if not line:
+                continue
+            try:
+                self._command(line) if line.startswith("/") else self._answer(line)
+            except OtaroError as error:
+                note(str(error))
+
+    def _clear(self) -> None:
+        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def _command(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        if name == "/precision":
+            if argument:
+                self._runner.precision = Precision(argument.strip())
+            note(f"now at {self._runner.precision}; there are {join(Precision)}")
+        elif name == "/clear":
+            self._clear()
+            note("forgotten")
+        else:
+            note(CHAT_HELP)
+
+    def _answer(self, line: str) -> None:
+        messages = [*self._messages, {"role": "user", "content": line}]
+        encoded = self._runner.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            stream(piece)
+
+        try:
+            result = self._runner.generate(encoded["input_ids"], self._request, show)
+        except KeyboardInterrupt:
+            stream("\n")
+            note("stopped")
+        else:
+            stream("\n")
+            speed = f"{result.tokens_per_second:.1f} tokens/s"
+            note(f"{result.precision}, {speed}, {size_text(self._runner.memory)} of memory")
+        self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def _ask() -> str:
+    import contextlib
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  line editing and history for input()
+    return input("> ").strip()
+
+
+def _request(
+    max_new_tokens: int,
+    prefill: str | None,
+    draft: str | None,
+    stop: list[str] | None,
+    *,
+    reuse: bool = False,
+    **sampling: Any,
+) -> Request:
+    from otaro.engine.runner import Request
+    from otaro.engine.sampling import Sampling
+
+    return Request(
+        max_new_tokens,
+        Sampling(**sampling),
+        None if prefill is None else Precision(prefill),
+        None if draft is None else Precision(draft),
+        tuple(stop or ()),
+        reuse,
+    )
+
+
+def _width(folder: Path, precision: str | None, memory: str | None) -> Precision | None:
+    width = None if precision is None else Precision(precision)
+    if memory is None:
+        return width
+    size = parse_size(memory)
+    from otaro import checkpoint
+    from otaro.engine.engine import widest_that_fits
+
+    info = checkpoint.inspect(folder)
+    fitting = widest_that_fits({at: info.size(at) for at in info.precisions}, size)
+    if width is not None and width > fitting:
+        raise OtaroError(f"{width} does not fit into {memory}: {fitting} is the widest that does")
+    return width or fitting
+
+
+def _widest(width: Precision | None, request: Request) -> Precision | None:
+    """How far to load: all that the request uses."""
+    return None if width is None else max(filter(None, (width, request.prefill, request.draft)))
+
+
+def _open(folder: Path, precision: Precision | None, backend: str, threads: int | None) -> Runner:
+    from otaro.engine.runner import open_runner
+
+    with progress_bar() as progress:
+        return open_runner(
+            folder,
+            precision,
+            backend=backend,
+            threads=threads,
+            progress=progress,
+            remark=lambda text: note(f"otaro: {text}"),
+        )

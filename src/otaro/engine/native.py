@@ -1,0 +1,256 @@
+"""The C++ engine through ctypes: matrices re-laid for multiplication, models of them, sessions that run a model.
+
+Objects own their native counterparts and free them when they go. Sizes are checked on the other side; what it refuses
+becomes one clear error here. A call lets other threads of Python run meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from otaro.errors import OtaroError, PrecisionError
+from otaro.ops import cpu
+from otaro.packing import Planes
+from otaro.precision import NARROWEST, Precision
+from otaro.sefp import Format
+
+Logits = NDArray[numpy.float32]
+
+_INT, _LONG, _DATA = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+_INDEX, _PLANES, _NO_MEMORY = 4, 6, 7
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "otaro_matrix_create": (_DATA, _LONG, _LONG, _DATA),
+    "otaro_matrix_destroy": (_DATA,),
+    "otaro_matrix_set_base": (_DATA, _DATA, _INT),
+    "otaro_matrix_set_bit": (_DATA, _INT, _DATA, _LONG, _INT),
+    "otaro_matrix_bytes": (_DATA, _DATA),
+    "otaro_matrix_multiply": (_DATA, _INT, _DATA, _LONG, _LONG, _DATA, _LONG, _DATA, _LONG, _INT, _INT, _INT),
+    "otaro_model_create": (_DATA, _DATA),
+    "otaro_model_destroy": (_DATA,),
+    "otaro_model_set_matrix": (_DATA, _LONG, _INT, _DATA),
+    "otaro_model_set_vector": (_DATA, _LONG, _INT, _DATA, _LONG),
+    "otaro_session_create": (_DATA, _LONG, _INT, _DATA),
+    "otaro_session_destroy": (_DATA,),
+    "otaro_session_bytes": (_DATA, _DATA),
+    "otaro_session_run": (_DATA, _DATA, _LONG, _LONG, _LONG, _DATA, _LONG, _DATA, _LONG, _LONG, _INT),
+}
+
+
+class MatrixRole(IntEnum):
+    """What a matrix is in a model, as the C ABI numbers it."""
+
+    EMBEDDING = 0
+    HEAD = 1
+    QUERY = 2
+    KEY = 3
+    VALUE = 4
+    OUTPUT = 5
+    GATE = 6
+    UP = 7
+    DOWN = 8
+
+
+class VectorRole(IntEnum):
+    """What a vector is in a model, as the C ABI numbers it."""
+
+    FINAL_NORM = 0
+    ATTENTION_NORM = 1
+    FEED_FORWARD_NORM = 2
+    QUERY_NORM = 3
+    KEY_NORM = 4
+    QUERY_BIAS = 5
+    KEY_BIAS = 6
+    VALUE_BIAS = 7
+    OUTPUT_BIAS = 8
+    GATE_BIAS = 9
+    UP_BIAS = 10
+    DOWN_BIAS = 11
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the engine must know of a model besides its weights; `window` has an entry a layer, 0 for none."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dimension: int
+    vocabulary: int
+    norm_epsilon: float
+    rope_frequency: tuple[float, ...]
+    rope_factor: float
+    window: tuple[int, ...]
+
+
+class _CConfig(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("layers", "hidden", "intermediate", "heads")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "head_dimension", "vocabulary")),
+        ("norm_epsilon", ctypes.c_float),
+        ("rope_factor", ctypes.c_float),
+        ("rope_frequency", ctypes.c_void_p),
+        ("rope_frequency_bytes", ctypes.c_int64),
+        ("window", ctypes.c_void_p),
+        ("window_bytes", ctypes.c_int64),
+    )
+
+
+class Matrix:
+    """A packed matrix in the engine's own memory. It takes copies: the planes given to it may go."""
+
+    def __init__(self, planes: Planes, shape: Sequence[int], format: Format, threads: int) -> None:
+        rows, self.columns = shape
+        self.rows = rows
+        self._threads = threads
+        format_ = cpu.c_format(format)
+        self.handle = _create(self, "otaro_matrix", ctypes.byref(format_), rows, self.columns)
+        contiguous = Planes(
+            planes.base.contiguous(),
+            (),
+            planes.exponent.contiguous(),
+            None if planes.polarity is None else planes.polarity.contiguous(),
+        )
+        _check(_library().otaro_matrix_set_base(self.handle, ctypes.byref(cpu.c_planes(contiguous)), threads))
+        for bit, plane in enumerate(planes.bits, NARROWEST.mantissa + 1):
+            self.set_bit(bit, plane)
+
+    def set_bit(self, bit: int, plane: Tensor) -> None:
+        """Take in the plane of one more bit."""
+        data = plane.contiguous()
+        _check(_library().otaro_matrix_set_bit(self.handle, bit, data.data_ptr(), data.numel(), self._threads))
+
+    def drop_bit(self, bit: int) -> None:
+        """Free the plane of a bit, if it is there."""
+        _check(_library().otaro_matrix_set_bit(self.handle, bit, None, 0, 1))
+
+    @property
+    def nbytes(self) -> int:
+        return _count("otaro_matrix_bytes", self.handle)
+
+    def multiply(
+        self, x: Tensor, precision: Precision, *, fine: bool = False, threads: int = 1, isa: str | None = None
+    ) -> Tensor:
+        """x [rows, columns] times the transposed matrix at a width, x rounded to 8 bits, or to 16 if `fine`."""
+        x = x.to(torch.float32).contiguous()
+        if x.dim() != 2 or x.shape[1] != self.columns:
+            raise ValueError(f"x is of shape {list(x.shape)}: expected [rows, {self.columns}]")
+        y = torch.empty((x.shape[0], self.rows))
+        error = _library().otaro_matrix_multiply(
+            *(self.handle, precision.mantissa, x.data_ptr(), 4 * x.numel(), x.shape[0], None, 0),
+            *(y.data_ptr(), 4 * y.numel(), fine, threads, cpu.isa_number(isa)),
+        )
+        _check(error, f"precision {precision} is not loaded")
+        return y
+
+
+class Model:
+    """Matrices and vectors put together. It keeps what it is given alive."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        frequency = numpy.array(shape.rope_frequency, dtype=numpy.float32)
+        window = numpy.array(shape.window, dtype=numpy.int64)
+        config = _CConfig(
+            *(shape.layers, shape.hidden, shape.intermediate, shape.heads),
+            *(shape.kv_heads, shape.head_dimension, shape.vocabulary),
+            *(shape.norm_epsilon, shape.rope_factor),
+            *(frequency.ctypes.data, frequency.nbytes, window.ctypes.data, window.nbytes),
+        )
+        self.matrices: dict[tuple[int, MatrixRole], Matrix] = {}
+        self.handle = _create(self, "otaro_model", ctypes.byref(config))
+
+    def set_matrix(self, layer: int, role: MatrixRole, matrix: Matrix) -> None:
+        _check(_library().otaro_model_set_matrix(self.handle, layer, role, matrix.handle))
+        self.matrices[layer, role] = matrix
+
+    def set_vector(self, layer: int, role: VectorRole, values: Tensor) -> None:
+        data = values.to(torch.float32).contiguous()
+        _check(_library().otaro_model_set_vector(self.handle, layer, role, data.data_ptr(), 4 * data.numel()))
+
+
+class Session:
+    """Keys and values of one text, and the running of a model over it."""
+
+    def __init__(self, model: Model, context: int, *, isa: str | None = None) -> None:
+        self.context = context
+        self.length = 0
+        """Tokens whose keys and values are held."""
+        self._model = model
+        self.handle = _create(self, "otaro_session", model.handle, context, cpu.isa_number(isa))
+
+    @property
+    def nbytes(self) -> int:
+        return _count("otaro_session_bytes", self.handle)
+
+    def run(self, tokens: Sequence[int], position: int, widths: bytes, *, threads: int, logits: int = 1) -> Logits:
+        """Run tokens from a position on, forgetting what lay there and behind; the last rows of logits.
+
+        `widths` holds the mantissa bits of the embedding, of each layer and of the head.
+        """
+        shape = self._model.shape
+        if position + len(tokens) > self.context:
+            raise OtaroError(
+                f"{position + len(tokens)} tokens do not fit the context of {self.context}: shorten the text"
+            )
+        outside = next((token for token in tokens if not 0 <= token < shape.vocabulary), None)
+        if outside is not None:
+            raise OtaroError(
+                f"token {outside} is outside the vocabulary of {shape.vocabulary}: use the model's tokenizer"
+            )
+        if position > self.length:
+            raise ValueError(f"position {position} leaves a gap: {self.length} tokens are held")
+        ids = numpy.array(tokens, dtype=numpy.int32)
+        result = numpy.empty((logits, shape.vocabulary), dtype=numpy.float32)
+        self.length = min(self.length, position)
+        error = _library().otaro_session_run(
+            *(self.handle, ids.ctypes.data, ids.nbytes, len(ids), position, widths, len(widths)),
+            *(result.ctypes.data, result.nbytes, logits, threads),
+        )
+        _check(error, "that precision is not loaded: raise the model to it first")
+        self.length = position + len(ids)
+        return result
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    loaded = cpu.library()
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int32
+    return loaded
+
+
+def _create(owner: object, kind: str, *arguments: Any) -> ctypes.c_void_p:
+    """A new native object, destroyed together with its owner."""
+    library = _library()
+    handle = ctypes.c_void_p()
+    _check(getattr(library, f"{kind}_create")(*arguments, ctypes.byref(handle)))
+    weakref.finalize(owner, getattr(library, f"{kind}_destroy"), handle)
+    return handle
+
+
+def _count(function: str, handle: ctypes.c_void_p) -> int:
+    value = ctypes.c_int64()
+    _check(getattr(_library(), function)(handle, ctypes.byref(value)))
+    return value.value
+
+
+def _check(error: int, planes: str = "a plane is missing") -> None:
+    if error == _PLANES:
+        raise PrecisionError(planes)
+    if error == _NO_MEMORY:
+        raise OtaroError("there is not enough memory: choose a smaller context or a lower precision")
+    cpu.check(error)

@@ -1,0 +1,172 @@
+"""One face for both ways of running a packed model: the native engine, and transformers where that cannot.
+
+`open_runner` picks: the native engine for models it knows, on a CPU; otherwise transformers, and it says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from otaro.checkpoint.folder import Progress
+from otaro.engine.architecture import UnsupportedError
+from otaro.engine.engine import Engine
+from otaro.engine.sampling import Sampling
+from otaro.errors import OtaroError
+from otaro.generate import GenerationResult, continue_tokens, load_tokenizer
+from otaro.ops import cpu
+from otaro.precision import Precision
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate, and how."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    prefill: Precision | None = None
+    draft: Precision | None = None
+    stop: Sequence[str] = ()
+    reuse: bool = False
+
+
+class Runner(Protocol):
+    """Runs one model; `tokenizer` is its own."""
+
+    tokenizer: Any
+
+    @property
+    def precision(self) -> Precision: ...
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None: ...
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the model takes."""
+
+    def generate(
+        self, prompt: Sequence[int], request: Request, on_text: Callable[[str], None] | None = None
+    ) -> GenerationResult: ...
+
+
+class NativeRunner:
+    """The C++ engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+
+    @property
+    def precision(self) -> Precision:
+        return self.engine.precision
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        self.engine.precision = precision
+
+    @property
+    def memory(self) -> int:
+        return sum(self.engine.memory.values())
+
+    def generate(
+        self, prompt: Sequence[int], request: Request, on_text: Callable[[str], None] | None = None
+    ) -> GenerationResult:
+        from otaro.engine.text import generate
+
+        return generate(
+            self.engine,
+            self.tokenizer,
+            prompt,
+            max_new_tokens=request.max_new_tokens,
+            sampling=request.sampling,
+            prefill=request.prefill,
+            draft=request.draft,
+            stop=request.stop,
+            reuse=request.reuse,
+            on_text=on_text,
+        )
+
+
+class TransformersRunner:
+    """transformers' own code with packed layers."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+    @property
+    def precision(self) -> Precision:
+        precision: Precision = self.model.precision
+        return precision
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        self.model.set_precision(precision)
+
+    @property
+    def memory(self) -> int:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def generate(
+        self, prompt: Sequence[int], request: Request, on_text: Callable[[str], None] | None = None
+    ) -> GenerationResult:
+        for name in ("prefill", "draft"):
+            if getattr(request, name) is not None:
+                raise OtaroError(f"--{name} needs the native engine, which does not run this model")
+        sampling = request.sampling
+        settings: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature > 0:
+            settings = {
+                "do_sample": True,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+            }
+        if request.stop:
+            settings |= {"stop_strings": list(request.stop), "tokenizer": self.tokenizer}
+        return continue_tokens(
+            self.model,
+            self.tokenizer,
+            torch.tensor([list(prompt)]),
+            max_new_tokens=request.max_new_tokens,
+            settings={**settings, "repetition_penalty": sampling.repetition_penalty},
+            seed=sampling.seed,
+            on_text=on_text,
+        )
+
+
+def open_runner(
+    folder: Path,
+    precision: Precision | None,
+    *,
+    backend: str = "auto",
+    threads: int | None = None,
+    context: int | None = None,
+    progress: Progress | None = None,
+    remark: Callable[[str], None],
+) -> Runner:
+    """The model in a folder with its tokenizer, ready to run; `remark` is told if it is not the native engine."""
+    import otaro
+
+    if backend not in ("auto", "native", "transformers"):
+        raise OtaroError(f"there is no backend {backend}: choose auto, native or transformers")
+    if backend != "transformers":
+        reason = cpu.available()
+        if reason is None:
+            try:
+                engine = Engine(folder, precision, threads=threads, context=context, progress=progress)
+                return NativeRunner(engine, load_tokenizer(folder))
+            except UnsupportedError as error:
+                reason = str(error)
+        if backend == "native":
+            raise OtaroError(f"{folder} does not run natively: {reason}")
+        remark(f"{folder} runs through transformers: {reason}")
+    model = otaro.load(folder, precision, progress=progress)
+    return TransformersRunner(model, load_tokenizer(folder))

@@ -1,0 +1,95 @@
+"""Picking the next token from logits.
+
+The likeliest at temperature 0; above it a draw from the softmax of logits / temperature, after what is unlikely has
+been taken out: all but the `top_k` likeliest, all beyond the fewest that together reach `top_p`, all below `min_p`
+times the likeliest. A repetition penalty above 1 makes tokens that are there already less likely, in both cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+from otaro.engine.native import Logits
+from otaro.errors import OtaroError
+
+Probabilities = NDArray[numpy.float64]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are picked; the same `seed` draws the same tokens again. The defaults take the likeliest."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, valid, expected in (
+            ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (all) or more"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0"),
+        ):
+            if not valid:
+                raise OtaroError(f"{name} is {value}: it must be {expected}")
+
+
+class Sampler:
+    """Picks tokens; holds the state of the random numbers."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._random = numpy.random.default_rng(sampling.seed)
+
+    def pick(self, logits: Logits, history: Sequence[int]) -> int:
+        """The next token after `history`."""
+        if self.sampling.temperature == 0:
+            return int(self._penalized(logits, history).argmax())
+        return self.draw(self.distribution(logits, history))
+
+    def distribution(self, logits: Logits, history: Sequence[int]) -> Probabilities:
+        """The probability of every token; all of it on one at temperature 0."""
+        logits = self._penalized(logits, history)
+        if self.sampling.temperature == 0:
+            certain = numpy.zeros(len(logits))
+            certain[logits.argmax()] = 1.0
+            return certain
+        scaled = logits.astype(numpy.float64) / self.sampling.temperature
+        weights = numpy.exp(scaled - scaled.max())
+        if 0 < self.sampling.top_k < len(weights):
+            kept = numpy.argpartition(weights, -self.sampling.top_k)[-self.sampling.top_k :]
+            mask = numpy.zeros(len(weights), dtype=bool)
+            mask[kept] = True
+            weights[~mask] = 0
+        if self.sampling.top_p < 1:
+            order = numpy.argsort(-weights, kind="stable")
+            sums = numpy.cumsum(weights[order])
+            count = int(numpy.searchsorted(sums, self.sampling.top_p * sums[-1])) + 1
+            weights[order[count:]] = 0
+        weights[weights < self.sampling.min_p * weights.max()] = 0
+        return weights / weights.sum()
+
+    def draw(self, probabilities: Probabilities) -> int:
+        sums = numpy.cumsum(probabilities)
+        return int(numpy.searchsorted(sums, self._random.random() * sums[-1], side="right"))
+
+    def accepts(self, probability: float) -> bool:
+        """True with that probability."""
+        return bool(self._random.random() < probability)
+
+    def _penalized(self, logits: Logits, history: Sequence[int]) -> Logits:
+        penalty = self.sampling.repetition_penalty
+        if penalty == 1 or not history:
+            return logits
+        seen = numpy.unique(numpy.array(history))
+        logits = logits.copy()
+        logits[seen] = numpy.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        return logits

@@ -1,0 +1,166 @@
+"""A packed folder's weights in the engine: loaded up to a width, dropped to a narrower one, raised again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from otaro.checkpoint.folder import PackedFolder, Progress
+from otaro.engine.architecture import EMBEDDING, HEAD, UnsupportedError, matrix_place, read_shape, vector_place
+from otaro.engine.native import Matrix, MatrixRole, Model
+from otaro.errors import FormatError, PrecisionError
+from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
+from otaro.packing import Planes
+from otaro.precision import NARROWEST, Precision
+
+_BITS = {bit_name(bit): bit for bit in range(NARROWEST.mantissa + 1, 9)}
+
+
+class Weights:
+    """The matrices of a packed model in memory, planes of a width added or freed without touching the others."""
+
+    def __init__(
+        self, folder: Path, precision: Precision | None = None, *, threads: int = 1, progress: Progress | None = None
+    ) -> None:
+        self.folder = PackedFolder(folder)
+        self.config = read_config(folder)
+        self.generation = _read_generation(folder)
+        shape = read_shape(self.folder, self.config)
+        widest = self.folder.precisions[0] if precision is None and self.folder.precisions else NARROWEST
+        self.precision = precision or widest
+        """The widest precision that is loaded."""
+        self.folder.check(self.precision)
+        self.model = Model(shape)
+        self._threads = threads
+        self._matrices: dict[str, Matrix] = {}
+        self._floors = {entry.name: entry.floor for entry in self.folder.entries if entry.floor is not None}
+        widths = self.folder.widths(self.precision)
+        for number, width in enumerate(widths):
+            if progress is not None:
+                progress(f"loading {width}", number, len(widths))
+            if width == NARROWEST:
+                self._load_first()
+            else:
+                self._load_bits(width)
+        self._tie()
+        if progress is not None:
+            progress("loading", len(widths), len(widths))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the packed weights take."""
+        return sum(matrix.nbytes for matrix in self._matrices.values())
+
+    @property
+    def precisions(self) -> list[Precision]:
+        """The widths that can be run now, the widest first."""
+        return [precision for precision in Precision if precision <= self.precision]
+
+    def drop_to(self, precision: Precision) -> None:
+        """Free the planes above a width."""
+        for name, matrix in self._matrices.items():
+            kept = max(precision, self._floors[name])
+            for bit in range(kept.mantissa + 1, self.precision.mantissa + 1):
+                matrix.drop_bit(bit)
+        self.precision = min(self.precision, precision)
+
+    def raise_to(self, precision: Precision, lock: AbstractContextManager[Any] = nullcontext()) -> None:
+        """Read the planes up to a width from the folder again; `lock` is held while a matrix is changed."""
+        self.folder.check(precision)
+        for width in self.folder.widths(precision):
+            if width > self.precision:
+                self._load_bits(width, lock)
+                self.precision = width
+
+    def widths(self, precision: Precision, overrides: Mapping[str, Precision] | None = None) -> bytes:
+        """The width of the embedding, of each layer and of the head: `precision`, but never below a floor.
+
+        `overrides` maps patterns of ``model.embed_tokens``, ``model.layers.N`` and ``lm_head`` to other widths.
+        """
+        layers = [f"model.layers.{number}" for number in range(self.model.shape.layers)]
+        names = [EMBEDDING, *layers, HEAD]
+        chosen = dict.fromkeys(names, precision)
+        for pattern, width in (overrides or {}).items():
+            matching = [name for name in names if fnmatchcase(name, pattern)]
+            if not matching:
+                raise PrecisionError(f"no layer is called {pattern}: there are {EMBEDDING}, model.layers.N and {HEAD}")
+            chosen.update(dict.fromkeys(matching, width))
+        floor = self._floors[EMBEDDING]
+        head_floor = self._floors.get(HEAD, floor)
+        chosen[EMBEDDING], chosen[HEAD] = max(chosen[EMBEDDING], floor), max(chosen[HEAD], head_floor)
+        missing = next((width for width in chosen.values() if width > max(self.precision, floor)), None)
+        if missing is not None:
+            raise PrecisionError(f"precision {missing} is not loaded: {self.precision} is the widest here")
+        return bytes(chosen[name].mantissa for name in names)
+
+    def _load_first(self) -> None:
+        """Base, exponents and the planes that floors need, and all that is not packed."""
+        parts: dict[str, dict[str, Tensor]] = {}
+        shapes = {entry.name: entry.shape for entry in self.folder.entries}
+        wanted = 2 + self.folder.format.polarity
+        for key, tensor in self.folder.planes(NARROWEST):
+            name, _, part = key.rpartition(".")
+            if key in shapes:
+                self._set_vector(key, tensor)
+                continue
+            found = parts.setdefault(name, {})
+            found[part] = tensor
+            if len(found) == wanted + self._floor_bits(name):
+                bits = tuple(found[bit_name(bit)] for bit in _BITS.values() if bit_name(bit) in found)
+                planes = Planes(found[BASE], bits, found[EXPONENT], found.get(POLARITY))
+                matrix = Matrix(planes, shapes[name], self.folder.format, self._threads)
+                self._matrices[name] = matrix
+                place = matrix_place(name)
+                assert place is not None
+                self.model.set_matrix(*place, matrix)
+                del parts[name]
+
+    def _floor_bits(self, name: str) -> int:
+        floor = self._floors.get(name, NARROWEST)
+        return floor.mantissa - NARROWEST.mantissa
+
+    def _load_bits(self, width: Precision, lock: AbstractContextManager[Any] = nullcontext()) -> None:
+        for key, plane in self.folder.planes(width):
+            name, _, part = key.rpartition(".")
+            with lock:
+                self._matrices[name].set_bit(_BITS[part], plane)
+
+    def _set_vector(self, key: str, tensor: Tensor) -> None:
+        place = vector_place(key)
+        assert place is not None
+        self.model.set_vector(*place, tensor)
+
+    def _tie(self) -> None:
+        """A model without a head of its own uses its embedding."""
+        if (0, MatrixRole.HEAD) not in self.model.matrices:
+            if not self.config.tie_word_embeddings:
+                raise FormatError(f"{self.folder.path} holds no {HEAD}: fetch it again")
+            self.model.set_matrix(0, MatrixRole.HEAD, self.model.matrices[0, MatrixRole.EMBEDDING])
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of a packed folder."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedError("transformers cannot read its config") from error
+    except StrictDataclassError as error:
+        raise FormatError(f"{folder}/config.json holds a setting that cannot be used: fetch it again") from error
+
+
+def _read_generation(folder: Path) -> dict[str, Any]:
+    """The model's own settings for generation, as far as there are any."""
+    try:
+        settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

@@ -1,0 +1,87 @@
+"""SEFP codes as GGUF blocks of 32 weights that decode to the same values, bit for bit (scheme "nested").
+
+With d the step of the group, negative where the group is negated:
+
+    E5M3  Q4_0   (q - 8) * d              q = u
+    E5M4  Q5_1   q * d + m                q = u, m = -16.5 * d
+    E5M5  Q8_0   q * d / 2                q = 2u - 67, an odd number
+    E5M6  Q8_0   q * d / 2                q = 2u - 135, within -127 ... 119
+    E5M7, E5M8, and rows that are no multiple of 32: F16, which holds every value exactly
+
+Steps are powers of two from 2^-22 on, so d, d / 2 and 16.5 * d are float16 numbers. Only values of 2^16, which need the
+largest exponent of all, are none; they are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from otaro import sefp
+from otaro.errors import FormatError
+from otaro.precision import Precision
+from otaro.sefp import Codes
+
+BLOCK = 32
+
+
+def block_type(precision: Precision, columns: int) -> GGMLQuantizationType:
+    """The GGUF type that holds a width's values."""
+    if columns % BLOCK:
+        return GGMLQuantizationType.F16
+    types = {
+        Precision.E5M3: GGMLQuantizationType.Q4_0,
+        Precision.E5M4: GGMLQuantizationType.Q5_1,
+        Precision.E5M5: GGMLQuantizationType.Q8_0,
+        Precision.E5M6: GGMLQuantizationType.Q8_0,
+    }
+    return types.get(precision, GGMLQuantizationType.F16)
+
+
+def encode_blocks(codes: Codes) -> NDArray[numpy.uint8] | NDArray[numpy.float16]:
+    """A matrix's codes in the type `block_type` names: rows of bytes, or float16 values."""
+    kind = block_type(codes.precision, codes.code.shape[-1])
+    if kind == GGMLQuantizationType.F16:
+        values = sefp.decode(codes).to(torch.float16)
+        if not bool(torch.isfinite(values).all()):
+            raise FormatError("a weight of 65536 does not fit float16: this tensor cannot be exported exactly")
+        halves: NDArray[numpy.float16] = values.numpy()
+        return halves
+    code = codes.code.numpy()
+    rows = code.shape[0]
+    step = _signed_steps(codes)[..., None]
+    q = code.reshape(rows, -1, BLOCK)
+    if kind == GGMLQuantizationType.Q8_0:
+        half_steps = (2 * q + {5: -67, 6: -135}[codes.precision.mantissa]).astype(numpy.int8)
+        parts: list[NDArray[Any]] = [_bytes(step / 2), half_steps.view(numpy.uint8)]
+    else:
+        q = q.astype(numpy.uint8)
+        nibbles = (q[..., : BLOCK // 2] & 15) | (q[..., BLOCK // 2 :] & 15) << 4
+        if kind == GGMLQuantizationType.Q4_0:
+            parts = [_bytes(step), nibbles]
+        else:
+            fifth = numpy.packbits(q >> 4, axis=-1, bitorder="little")
+            parts = [_bytes(step), _bytes(step * -16.5), fifth, nibbles]
+    result: NDArray[numpy.uint8] = numpy.concatenate(parts, axis=-1).reshape(rows, -1)
+    return result
+
+
+def _signed_steps(codes: Codes) -> NDArray[numpy.float32]:
+    """The step of each block of 32, [rows, blocks]."""
+    exponent = codes.exponent.numpy().astype(numpy.int32)
+    step = numpy.ldexp(numpy.float32(1), exponent - 15 + 1 - codes.precision.mantissa)
+    step[exponent == 0] = 0
+    if codes.polarity is not None:
+        step = numpy.where(codes.polarity.numpy(), -step, step)
+    blocks = numpy.repeat(step, codes.format.group_size // BLOCK, axis=-1)
+    result: NDArray[numpy.float32] = blocks[:, : codes.code.shape[-1] // BLOCK].astype(numpy.float32)
+    return result
+
+
+def _bytes(values: NDArray[Any]) -> NDArray[numpy.uint8]:
+    """[..., 1] floats as [..., 2] bytes of float16."""
+    return values.astype(numpy.float16).view(numpy.uint8)

@@ -1,0 +1,144 @@
+"""GGUF twins: files that llama.cpp, Ollama and LM Studio load, with the values a packed model has at a width."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType, get_tensor_name_map
+from torch import Tensor
+
+from otaro.checkpoint.folder import PackedFolder, Progress
+from otaro.checkpoint.writer import refuse_existing
+from otaro.engine.architecture import UnsupportedError, read_shape
+from otaro.engine.native import Shape
+from otaro.engine.weights import read_config
+from otaro.errors import OtaroError
+from otaro.export.blocks import block_type, encode_blocks
+from otaro.export.tokenizer import add_tokenizer
+from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
+from otaro.packing import Planes, unpack
+from otaro.precision import NARROWEST, Precision
+
+ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA,
+    "mistral": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+}
+FILE_TYPES = {
+    GGMLQuantizationType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
+    GGMLQuantizationType.Q5_1: LlamaFileType.MOSTLY_Q5_1,
+    GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
+    GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
+}
+
+
+def export_gguf(
+    folder: str | Path, out: str | Path, precision: Precision | str, progress: Progress | None = None
+) -> Path:
+    """Write the GGUF twin of a packed folder at a width; the file appears under its name when it is whole."""
+    folder, out, precision = Path(folder), Path(out), Precision(precision)
+    refuse_existing(out)
+    if not out.absolute().parent.is_dir():
+        raise OtaroError(f"{out} cannot be written: there is no folder {out.parent}")
+    packed = PackedFolder(folder)
+    packed.check(precision)
+    config = read_config(folder)
+    try:
+        shape = read_shape(packed, config)
+    except UnsupportedError as error:
+        raise OtaroError(f"{folder} cannot be exported: {error}") from error
+    architecture = ARCHITECTURES[config.model_type]
+    partial = out.with_name(f".{out.name}.partial")
+    writer = GGUFWriter(partial, arch=_name(architecture))
+    try:
+        _add_description(writer, packed, config, shape, precision)
+        add_tokenizer(writer, folder, shape.vocabulary)
+        names = get_tensor_name_map(architecture, shape.layers)
+        if config.rope_parameters.get("rope_type") == "llama3":
+            _add_rope_factors(writer, config, shape)
+        entries = packed.entries
+        tensors = {name: tensor for width in packed.widths(precision) for name, tensor in packed.planes(width)}
+        for number, entry in enumerate(entries):
+            name = names.get_name(entry.name, try_suffixes=(".weight", ".bias"))
+            if name is None:
+                raise OtaroError(f"{folder} cannot be exported: llama.cpp has no name for the tensor {entry.name}")
+            permuted = _permutation(architecture, entry.name, shape)
+            if entry.floor is None:
+                values = tensors[entry.name].to(torch.float32)
+                writer.add_tensor(name, (values if permuted is None else values[permuted]).numpy())
+            else:
+                width = max(precision, entry.floor)
+                codes = unpack(_planes(tensors, entry.name, width), entry.shape[-1], width, packed.format)
+                data = encode_blocks(codes)
+                kind = block_type(width, entry.shape[-1])
+                data = data if permuted is None else data[permuted.numpy()]
+                raw = None if kind == GGMLQuantizationType.F16 else kind
+                writer.add_tensor(f"{name}.weight", data, raw_dtype=raw)
+            if progress is not None:
+                progress(f"writing {out.name}", number + 1, len(entries))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        partial.rename(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return out
+
+
+def _name(architecture: MODEL_ARCH) -> str:
+    from gguf import MODEL_ARCH_NAMES
+
+    return str(MODEL_ARCH_NAMES[architecture])
+
+
+def _add_description(writer: GGUFWriter, packed: PackedFolder, config: Any, shape: Shape, precision: Precision) -> None:
+    writer.add_name(f"{packed.described.get('source', packed.path.name)} {precision}")
+    writer.add_file_type(FILE_TYPES[block_type(precision, shape.hidden)])
+    writer.add_quantization_version(2)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.intermediate)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dimension)
+    writer.add_value_length(shape.head_dimension)
+    writer.add_layer_norm_rms_eps(shape.norm_epsilon)
+    writer.add_rope_dimension_count(shape.head_dimension)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(shape.vocabulary)
+    if config.rope_parameters.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+
+
+def _add_rope_factors(writer: GGUFWriter, config: Any, shape: Shape) -> None:
+    """Llama 3's slowed frequencies: what llama.cpp divides each of them by."""
+    theta = config.rope_parameters["rope_theta"]
+    plain = [theta ** (-2 * i / shape.head_dimension) for i in range(shape.head_dimension // 2)]
+    factors = [one / other for one, other in zip(plain, shape.rope_frequency, strict=True)]
+    writer.add_tensor("rope_freqs.weight", numpy.array(factors, dtype=numpy.float32))
+
+
+def _permutation(architecture: MODEL_ARCH, name: str, shape: Shape) -> Tensor | None:
+    """llama.cpp rotates neighbouring dimensions of a Llama's heads, transformers those half a head apart."""
+    if architecture != MODEL_ARCH.LLAMA:
+        return None
+    if ".q_proj" in name:
+        heads = shape.heads
+    elif ".k_proj" in name:
+        heads = shape.kv_heads
+    else:
+        return None
+    rows = torch.arange(heads * shape.head_dimension)
+    return rows.view(heads, 2, shape.head_dimension // 2).transpose(1, 2).flatten()
+
+
+def _planes(tensors: dict[str, Tensor], name: str, width: Precision) -> Planes:
+    bits = tuple(tensors[f"{name}.{bit_name(bit)}"] for bit in range(NARROWEST.mantissa + 1, width.mantissa + 1))
+    return Planes(tensors[f"{name}.{BASE}"], bits, tensors[f"{name}.{EXPONENT}"], tensors.get(f"{name}.{POLARITY}"))

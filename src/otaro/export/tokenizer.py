@@ -1,0 +1,67 @@
+"""A tokenizer's entries in a GGUF file: byte-level BPE ("gpt2") and SentencePiece with byte fallback ("llama")."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFWriter, SpecialVocab, TokenType
+
+from otaro.errors import OtaroError
+
+# How llama.cpp calls the ways of cutting a text into words before BPE, by what sets each apart in tokenizer.json.
+_SPLITS = (
+    (r"\p{N}{1,3}", "llama-bpe"),
+    (r"|\p{N}|", "qwen2"),
+)
+
+
+def add_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
+    """Describe the tokenizer in a folder, filled up to the size of the model's embedding."""
+    path = folder / "tokenizer.json"
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+        model = described["model"]
+        tokens: dict[str, int] = model["vocab"]
+        if model["type"] != "BPE" or not isinstance(tokens, dict):
+            raise KeyError(model["type"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OtaroError(
+            f"{folder} holds no tokenizer.json of the kind BPE: only such tokenizers can be exported"
+        ) from error
+    added = {entry["content"]: entry for entry in described.get("added_tokens", [])}
+    byte_fallback = bool(model.get("byte_fallback"))
+    texts, kinds = [f"[PAD{index}]" for index in range(vocabulary)], [TokenType.UNUSED] * vocabulary
+    for text, index in {**tokens, **{text: entry["id"] for text, entry in added.items()}}.items():
+        if index >= vocabulary:
+            raise OtaroError(f"token {index} of {path} is outside the model's vocabulary of {vocabulary}")
+        texts[index], kinds[index] = text, _kind(text, added, byte_fallback)
+    writer.add_tokenizer_model("llama" if byte_fallback else "gpt2")
+    if not byte_fallback:
+        writer.add_tokenizer_pre(_split_name(described.get("pre_tokenizer")))
+    writer.add_token_list(texts)
+    if byte_fallback:
+        # Merges are tried in order of score, and a piece's number is its rank.
+        writer.add_token_scores([-float(index) for index in range(vocabulary)])
+    writer.add_token_types(kinds)
+    # Writes what it found to the log; merges, special tokens and the chat template.
+    SpecialVocab(folder, load_merges=not byte_fallback, n_vocab=vocabulary).add_to_gguf(writer, quiet=True)
+
+
+def _kind(text: str, added: dict[str, Any], byte_fallback: bool) -> TokenType:
+    if text in added:
+        return TokenType.CONTROL if added[text].get("special") else TokenType.USER_DEFINED
+    if byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return TokenType.BYTE
+    if byte_fallback and text == "<unk>":
+        return TokenType.UNKNOWN
+    return TokenType.NORMAL
+
+
+def _split_name(pre_tokenizer: Any) -> str:
+    text = json.dumps(pre_tokenizer, ensure_ascii=False).replace("\\\\", "\\")
+    for pattern, name in _SPLITS:
+        if pattern in text:
+            return name
+    return "smollm" if '"Digits"' in text else "gpt-2"

@@ -1,0 +1,486 @@
+"""The native engine: products, logits against the torch reference, switching, speculation, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import architectures
+import numpy
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+import otaro
+from otaro import ops
+from otaro.engine import native
+from otaro.engine.architecture import UnsupportedError
+from otaro.engine.engine import Engine, widest_that_fits
+from otaro.engine.native import Matrix, Session
+from otaro.engine.sampling import Sampler, Sampling
+from otaro.engine.text import TextStream, generate
+from otaro.errors import OtaroError, PrecisionError
+from otaro.ops import cpu
+from otaro.precision import Precision
+from otaro.sefp import Format
+
+pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="the native library is not built")
+
+WIDTHS = list(Precision)
+
+# Activations are rounded to 8 bits of the largest of 32 neighbours: at most 1/254 of it each, about 0.5 % of the result
+# in all; or to 16 bits (fine). Sums and steps are exact.
+PRODUCT_BUDGET = {False: 1e-2, True: 5e-5}
+# Through the layers of a model rounding adds up; float16 keys and values add about 1e-3.
+LOGITS_BUDGET = {precision: 4e-2 if precision.mantissa < 7 else 2e-3 for precision in Precision}
+
+
+def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value.double() - expected.double()).norm() / expected.double().norm())
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fine", [False, True], ids=["8 bits", "16 bits"])
+@pytest.mark.parametrize("precision", WIDTHS, ids=str)
+@pytest.mark.parametrize(
+    "rows, columns, format",
+    [
+        (1, 1, Format()),
+        (17, 33, Format(group_size=32)),
+        (50, 200, Format(polarity=True)),
+        (64, 512, Format(group_size=256, polarity=True)),
+    ],
+    ids=str,
+)
+def test_products_are_the_same_on_every_instruction_set_and_close(
+    rows: int, columns: int, format: Format, precision: Precision, fine: bool
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    weight = torch.randn(rows, columns, generator=random) * torch.rand(rows, 1, generator=random)
+    planes, _ = ops.pack(weight, format)
+    matrix = Matrix(planes, weight.shape, format, threads=2)
+    values = ops.dequantize(planes, columns, precision, format, torch.float32)
+    for batch in (1, 3, 8, 21):
+        x = torch.randn(batch, columns, generator=random)
+        expected = x.double() @ values.double().T
+        results = [
+            matrix.multiply(x, precision, fine=fine, threads=threads, isa=isa)
+            for isa, threads in itertools.product(cpu.isas(), (1, 2))
+        ]
+        assert all(torch.equal(result, results[0]) for result in results)
+        alone = torch.cat([matrix.multiply(row[None], precision, fine=fine) for row in x])
+        assert torch.equal(alone, results[0])
+        assert relative_error(results[0], expected) < PRODUCT_BUDGET[fine] or float(expected.norm()) == 0
+
+
+def test_a_matrix_takes_the_memory_its_bits_need() -> None:
+    weight = torch.randn(256, 512)
+    planes, _ = ops.pack(weight, Format())
+    matrix = Matrix(planes, weight.shape, Format(), threads=1)
+    for bit in range(8, 3, -1):
+        assert matrix.nbytes <= weight.numel() * (bit + 1 + 5 / 64) / 8 * 1.03
+        matrix.drop_bit(bit)
+        with pytest.raises(PrecisionError):
+            matrix.multiply(torch.zeros(1, 512), Precision.from_mantissa(bit))
+    assert matrix.multiply(torch.zeros(1, 512), Precision.E5M3).abs().max() == 0
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def tiny(name: str, **options: Any) -> PreTrainedConfig:
+    config = architectures.config(name)
+    for key, value in options.items():
+        setattr(config, key, value)
+    return config
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: tiny("llama", attention_bias=True, mlp_bias=True),
+    "llama-tied": lambda: tiny("llama-tied"),
+    "llama3-rope": lambda: tiny("llama", rope_parameters=LLAMA3_ROPE),
+    "linear-rope": lambda: tiny("llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+    "mistral": lambda: tiny("mistral", sliding_window=5),
+    "qwen2": lambda: tiny("qwen2"),
+    "qwen3": lambda: tiny("qwen3"),
+}
+
+
+def packed_model(config: PreTrainedConfig, folder: Path, format: Format = Format()) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder / "model")
+    otaro.pack(folder / "model", folder / "packed", format=format)
+    return folder / "packed"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_agree_with_the_reference_at_every_width(name: str, tmp_path: Path) -> None:
+    folder = packed_model(MODELS[name](), tmp_path, Format(polarity=name == "qwen3"))
+    engine, model = Engine(folder, threads=2), otaro.load(folder)
+    ids = architectures.some_ids()[0].tolist() * 3
+    for precision in WIDTHS:
+        model.set_precision(precision)
+        with torch.inference_mode():
+            expected = model(input_ids=torch.tensor([ids])).logits[0]
+        assert relative_error(torch.from_numpy(engine.logits(ids, precision)), expected) < LOGITS_BUDGET[precision]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packed_model(MODELS["qwen3"](), tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine(folder, threads=2)
+
+
+PROMPT = [5, 80, 3, 44, 17, 9, 60]
+
+
+def run(engine: Engine, precision: str = "E5M8", **options: Any) -> list[int]:
+    engine.precision = Precision(precision)
+    return list(engine.tokens(PROMPT, max_new_tokens=24, **options))
+
+
+def test_threads_batches_and_repetition_change_no_bit(folder: Path) -> None:
+    ids = PROMPT * 3
+    for precision in WIDTHS:
+        whole = [Engine(folder, threads=threads).logits(ids, precision) for threads in (1, 2, 4, 4)]
+        assert all(numpy.array_equal(logits, whole[0]) for logits in whole)
+        one = Engine(folder, threads=2)
+        session = Session(one.weights.model, 64)
+        widths = one.weights.widths(precision)
+        for position, token in enumerate(ids):
+            assert numpy.array_equal(session.run([token], position, widths, threads=2)[0], whole[0][position])
+
+
+def test_every_instruction_set_agrees_within_rounding(folder: Path, engine: Engine) -> None:
+    for precision in (Precision.E5M8, Precision.E5M4):
+        results = []
+        for isa in cpu.isas():
+            session = Session(engine.weights.model, 64, isa=isa)
+            widths = engine.weights.widths(precision)
+            results.append(torch.from_numpy(session.run(PROMPT, 0, widths, threads=1, logits=len(PROMPT))))
+        for result in results[1:]:
+            assert relative_error(result, results[0]) < LOGITS_BUDGET[precision]
+
+
+def test_a_switch_between_tokens_equals_a_fresh_run_with_the_same_schedule(folder: Path, engine: Engine) -> None:
+    schedule = ["E5M8", "E5M3", "E5M6", "E5M4", "E5M7", "E5M5"] * 4
+
+    def switched(engine: Engine) -> list[int]:
+        engine.precision = Precision.E5M8
+        tokens = []
+        for token, precision in zip(engine.tokens(PROMPT, max_new_tokens=24), schedule, strict=True):
+            tokens.append(token)
+            engine.precision = Precision(precision)
+        return tokens
+
+    first = switched(engine)
+    fresh = Engine(folder, threads=1)
+    assert first == switched(fresh)
+    # The same by hand, through a session.
+    session = Session(fresh.weights.model, 64)
+    widest = fresh.weights.widths(Precision.E5M8)
+    token = int(session.run(PROMPT, 0, widest, threads=1)[0].argmax())
+    for position, (expected, precision) in enumerate(zip(first, schedule, strict=True), len(PROMPT)):
+        assert token == expected
+        widths = fresh.weights.widths(Precision(precision))
+        token = int(session.run([token], position, widths, threads=1)[0].argmax())
+
+
+def test_phases_and_layers_have_widths_of_their_own(engine: Engine) -> None:
+    overrides = {"model.layers.0": Precision.E5M3, "lm_head": Precision.E5M8}
+    assert list(engine.weights.widths(Precision.E5M6, overrides)) == [6, 3, 6, 8]
+    assert list(engine.weights.widths(Precision.E5M3)) == [4, 3, 3, 4]
+    assert run(engine, prefill="E5M3") != run(engine) or run(engine, overrides=overrides) != run(engine)
+    with pytest.raises(PrecisionError, match="no layer is called"):
+        engine.weights.widths(Precision.E5M6, {"model.layer.*": Precision.E5M3})
+
+
+@pytest.mark.parametrize("draft", ["E5M3", "E5M7"])
+def test_speculation_gives_exactly_the_greedy_text(engine: Engine, draft: str) -> None:
+    assert run(engine, draft=draft) == run(engine)
+    penalty = Sampling(repetition_penalty=1.3)
+    assert run(engine, draft=draft, sampling=penalty) == run(engine, sampling=penalty)
+
+
+def test_speculation_keeps_the_distribution(engine: Engine) -> None:
+    engine.precision = Precision.E5M8
+    counts = {}
+    for draft in (None, "E5M3"):
+        tokens = [
+            list(engine.tokens(PROMPT, max_new_tokens=3, sampling=Sampling(2.0, top_k=4, seed=seed), draft=draft))[1]
+            for seed in range(400)
+        ]
+        counts[draft] = numpy.bincount(tokens, minlength=architectures.VOCABULARY) / len(tokens)
+    # Half the sum of absolute differences; of two samples of 400 over a dozen tokens about 0.06 by chance.
+    assert numpy.abs(counts[None] - counts["E5M3"]).sum() / 2 < 0.15
+
+
+def test_a_shared_prompt_is_not_run_again_and_nothing_changes(engine: Engine) -> None:
+    first = run(engine, draft="E5M3")
+    longer = [*PROMPT, *first[:9], 7]
+    engine.precision = Precision.E5M8
+    again = list(engine.tokens(longer, max_new_tokens=8, reuse=True))
+    assert again == list(engine.tokens(longer, max_new_tokens=8))
+
+
+def test_planes_can_be_dropped_and_read_again(folder: Path) -> None:
+    engine = Engine(folder, threads=2)
+    before, weights = run(engine), engine.memory["weights"]
+    engine.drop_to("E5M4")
+    assert engine.precision == Precision.E5M4
+    assert engine.memory["weights"] < 0.6 * weights
+    with pytest.raises(PrecisionError, match="not loaded"):
+        engine.precision = Precision.E5M5
+    at_four = run(engine, "E5M4")
+    engine.raise_to("E5M8")
+    assert engine.memory["weights"] == weights
+    assert run(engine) == before
+    assert run(engine, "E5M4") == at_four
+
+
+def test_wider_planes_join_while_it_runs(folder: Path, tmp_path: Path) -> None:
+    engine = Engine(folder, threads=1, progressive=True)
+    assert list(engine.tokens(PROMPT, max_new_tokens=8))
+    engine.finish_loading()
+    assert engine.precision == Precision.E5M8
+    assert numpy.array_equal(engine.logits(PROMPT), Engine(folder, threads=1).logits(PROMPT))
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    with (broken / "model-m6.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    engine = Engine(broken, threads=1, progressive=True)
+    with pytest.raises(OtaroError, match="model-m6"):
+        engine.finish_loading()
+    assert engine.precision == Precision.E5M5
+
+
+def test_planes_may_go_between_two_tokens(engine: Engine, folder: Path) -> None:
+    own = Engine(folder, threads=1)
+    tokens = own.tokens(PROMPT, max_new_tokens=4)
+    next(tokens)
+    own.drop_to("E5M3")
+    assert len(list(tokens)) == 3
+
+
+def test_only_the_files_of_a_width_are_read(folder: Path, tmp_path: Path) -> None:
+    otaro.cut(folder, tmp_path / "narrow", "E5M4")
+    narrow = Engine(tmp_path / "narrow", threads=1)
+    assert narrow.precision == Precision.E5M4
+    whole = Engine(folder, threads=1)
+    assert numpy.array_equal(narrow.logits(PROMPT), whole.logits(PROMPT, "E5M4"))
+
+
+@pytest.mark.parametrize(
+    "prompt, options, message",
+    [
+        ([], {}, "no tokens"),
+        (PROMPT, {"max_new_tokens": 0}, "at least 1"),
+        (PROMPT, {"max_new_tokens": 64}, "do not fit the context"),
+        ([99], {}, "outside the vocabulary"),
+        ([-1], {}, "outside the vocabulary"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_run_is_said(engine: Engine, prompt: list[int], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OtaroError, match=message):
+        list(engine.tokens(prompt, **{"max_new_tokens": 2, **options}))
+    assert run(engine)  # and the engine goes on
+
+
+def test_other_architectures_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="gemma"):
+        Engine(packed_model(architectures.config("gemma"), tmp_path))
+    nearest = tmp_path / "nearest"
+    nearest.mkdir()
+    with pytest.raises(UnsupportedError, match="nearest"):
+        Engine(packed_model(architectures.config("llama"), nearest, Format("nearest")))
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("hidden_size", 64),
+        ("num_hidden_layers", 3),
+        ("num_hidden_layers", 1),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 4),
+        ("num_key_value_heads", -2),
+        ("head_dim", 24),
+        ("vocab_size", 10**9),
+        ("intermediate_size", 81),
+        ("rms_norm_eps", "small"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}),
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit_is_one_clear_error(folder: Path, tmp_path: Path, setting: str, value: Any) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, setting: value}))
+    with pytest.raises((OtaroError, UnsupportedError)):
+        Engine(broken, threads=1)
+
+
+def test_the_memory_given_decides_the_width() -> None:
+    sizes = {precision: 10 * precision.mantissa for precision in Precision}
+    assert widest_that_fits(sizes, 55) == Precision.E5M5
+    with pytest.raises(OtaroError, match="too little"):
+        widest_that_fits(sizes, 20)
+
+
+# ---- sampling and text ----------------------------------------------------------------------------------------------
+
+
+def test_sampling_cuts_and_repeats() -> None:
+    logits = numpy.array([2.0, 1.0, 0.0, -1.0, 3.0], dtype=numpy.float32)
+    assert Sampler(Sampling()).pick(logits, []) == 4
+    assert Sampler(Sampling(repetition_penalty=2.0)).pick(logits, [4]) == 0
+    kept = {
+        Sampling(1.0, top_k=2): {4, 0},
+        Sampling(1.0, top_p=0.6): {4},
+        Sampling(1.0, top_p=0.7): {4, 0},
+        Sampling(1.0, min_p=0.1): {4, 0, 1},
+    }
+    for sampling, expected in kept.items():
+        distribution = Sampler(sampling).distribution(logits, [])
+        assert set(numpy.flatnonzero(distribution)) == expected
+        assert distribution.sum() == pytest.approx(1)
+    draws = [[Sampler(Sampling(1.0, seed=seed)).pick(logits, []) for _ in range(3)] for seed in (1, 1)]
+    assert draws[0] == draws[1]
+    sampler = Sampler(Sampling(1.0, seed=0))
+    share = numpy.mean([sampler.pick(logits, []) == 4 for _ in range(2000)])
+    assert share == pytest.approx(float(Sampler(Sampling(1.0)).distribution(logits, [])[4]), abs=0.04)
+    with pytest.raises(OtaroError, match="top_p"):
+        Sampling(top_p=0)
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of the text."""
+
+    eos_token_id = 0
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def test_text_comes_in_whole_characters_and_ends_before_a_stop() -> None:
+    stream = TextStream(Bytes(), stop=["END", "!!"])
+    pieces = [stream.push(byte) for byte in "aé€ E!x".encode()]
+    assert pieces == ["a", "", "é", "", "", "€", " ", "", "E", "!x"]
+    assert [stream.push(byte) for byte in b"yEND"] == ["y", "", "", ""]
+    assert stream.stopped
+    assert stream.finish() == ""
+    unfinished = TextStream(Bytes(), stop=["END"])
+    assert [unfinished.push(byte) for byte in b"aEN"] == ["a", "", ""]
+    assert unfinished.finish() == "EN"
+
+
+def test_generated_text_is_streamed_and_counted(engine: Engine) -> None:
+    engine.precision = Precision.E5M5
+    pieces: list[str] = []
+    result = generate(engine, Bytes(), PROMPT, max_new_tokens=9, on_text=pieces.append)
+    assert "".join(pieces) == result.text
+    assert result.precision == Precision.E5M5
+    assert 0 < result.tokens <= 9
+    with pytest.raises(OtaroError, match="stop string is empty"):
+        generate(engine, Bytes(), PROMPT, max_new_tokens=9, stop=[""])
+
+
+# ---- the C ABI ------------------------------------------------------------------------------------------------------
+
+
+def test_the_library_checks_sizes_before_it_touches_memory(engine: Engine) -> None:
+    library, session = native._library(), Session(engine.weights.model, 32)
+    widths = engine.weights.widths(Precision.E5M4)
+    tokens = numpy.array([1, 2, 3], dtype=numpy.int32)
+    logits = numpy.empty((3, architectures.VOCABULARY), dtype=numpy.float32)
+    good: dict[str, Any] = {
+        "session": session.handle,
+        "tokens": tokens.ctypes.data,
+        "tokens_bytes": tokens.nbytes,
+        "count": 3,
+        "position": 0,
+        "widths": widths,
+        "widths_bytes": len(widths),
+        "logits": logits.ctypes.data,
+        "logits_bytes": logits.nbytes,
+        "logits_count": 3,
+        "threads": 2,
+    }
+    assert library.otaro_session_run(*good.values()) == 0
+    argument, buffer, index = 1, 2, 4
+    for name, value, error in (
+        ("session", None, argument),
+        ("tokens", None, argument),
+        ("tokens_bytes", 11, buffer),
+        ("count", 0, argument),
+        ("count", 2**40, argument),
+        ("count", -1, argument),
+        ("position", -1, argument),
+        ("position", 4, index),
+        ("position", 2**62, index),
+        ("widths_bytes", 3, buffer),
+        ("widths", bytes([4, 9, 4, 4]), argument),
+        ("logits", None, argument),
+        ("logits_bytes", logits.nbytes - 1, buffer),
+        ("logits_count", 4, argument),
+        ("threads", 0, argument),
+        ("threads", 10**6, argument),
+    ):
+        assert library.otaro_session_run(*{**good, name: value}.values()) == error, (name, value)
+    assert library.otaro_session_run(*good.values()) == 0
+
+
+def test_matrices_must_fit_their_place(engine: Engine) -> None:
+    planes, _ = ops.pack(torch.randn(16, 32), Format())
+    matrix = Matrix(planes, (16, 32), Format(), threads=1)
+    library = native._library()
+    handle = engine.weights.model.handle
+    for layer, role, error in ((0, 2, 2), (0, 9, 1), (0, -1, 1), (99, 2, 4), (-1, 2, 4), (1, 0, 4)):
+        assert library.otaro_model_set_matrix(handle, layer, role, matrix.handle) == error
+    assert library.otaro_matrix_set_bit(matrix.handle, 4, planes.bits[0].data_ptr(), 1, 1) == 2
+    assert library.otaro_matrix_set_bit(matrix.handle, 9, None, 0, 1) == 1
+    with pytest.raises(RuntimeError):
+        Matrix(planes, (10**9, 10**9), Format(), threads=1)
+    with pytest.raises(RuntimeError):
+        Matrix(planes, (16, 32), Format("truncate"), threads=1)
+
+
+def test_two_engines_in_two_threads_do_not_disturb_each_other(folder: Path) -> None:
+    expected = run(Engine(folder, threads=2))
+    found: list[list[int]] = []
+
+    def work() -> None:
+        engine = Engine(folder, threads=2)
+        found.extend(run(engine) for _ in range(5))
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == [expected] * 10

@@ -1,0 +1,125 @@
+"""GGUF twins hold the values of a width bit for bit, and all that llama.cpp needs to run them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import architectures
+import numpy
+import pytest
+import torch
+from gguf import GGUFReader, dequantize
+from transformers import AutoModelForCausalLM
+
+import otaro
+from otaro import sefp
+from otaro.errors import OtaroError
+from otaro.export import export_gguf
+from otaro.export.blocks import block_type, encode_blocks
+from otaro.precision import Precision
+from otaro.sefp import Format
+
+
+@pytest.mark.parametrize("format", [Format(), Format(group_size=32), Format(polarity=True)], ids=str)
+@pytest.mark.parametrize("precision", list(Precision), ids=str)
+def test_blocks_decode_to_the_same_bits(precision: Precision, format: Format) -> None:
+    random = torch.Generator().manual_seed(2)
+    weight = torch.randn(24, 192, generator=random) * 2.0 ** torch.randint(-13, 12, (24, 1), generator=random)
+    weight[3, :64] = 0
+    codes = sefp.encode(weight, precision, format)
+    data = encode_blocks(codes)
+    kind = block_type(precision, 192)
+    values = dequantize(data.view(numpy.uint8) if kind.name == "F16" else data, kind).astype(numpy.float32)
+    expected = sefp.decode(codes).numpy()
+    assert numpy.array_equal(values.reshape(expected.shape), expected)
+
+
+def test_rows_that_are_no_multiple_of_a_block_become_float16() -> None:
+    codes = sefp.encode(torch.randn(4, 40), Precision.E5M3, Format())
+    assert block_type(Precision.E5M3, 40).name == "F16"
+    assert numpy.array_equal(encode_blocks(codes).astype(numpy.float32), sefp.decode(codes).numpy())
+
+
+def test_a_value_beyond_float16_is_refused() -> None:
+    codes = sefp.encode(torch.full((1, 40), -65536.0), Precision.E5M3, Format(polarity=True))
+    with pytest.raises(OtaroError, match="65536"):
+        encode_blocks(codes)
+
+
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_every_tensor_of_a_twin_has_the_model_s_values(name: str, packed_llama: Path, tmp_path: Path) -> None:
+    config = architectures.config(name)
+    config.hidden_size, config.intermediate_size, config.vocab_size = 64, 96, 259
+    if name == "llama":
+        config.rope_parameters = ROPE
+        config.attention_bias = True
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    for path in packed_llama.glob("tokenizer*"):
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    otaro.pack(tmp_path / "model", tmp_path / "packed", format=Format(polarity=True))
+    twin = export_gguf(tmp_path / "packed", tmp_path / "twin.gguf", "E5M4")
+
+    reader = GGUFReader(twin)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    state = values_at(tmp_path / "packed", Precision.E5M4)
+    for old, new in (("self_attn.q_proj", "attn_q"), ("mlp.down_proj", "ffn_down"), ("input_layernorm", "attn_norm")):
+        expected = state[f"model.layers.1.{old}.weight"].numpy()
+        if new == "attn_q" and name == "llama":
+            heads = config.num_attention_heads
+            expected = expected.reshape(heads, 2, -1, expected.shape[-1]).swapaxes(1, 2).reshape(expected.shape)
+        tensor = tensors[f"blk.1.{new}.weight"]
+        assert numpy.array_equal(dequantize(tensor.data, tensor.tensor_type).reshape(expected.shape), expected)
+    assert len(tensors) == len(otaro.checkpoint.PackedFolder(tmp_path / "packed").entries) + (name == "llama")
+    if name == "llama":
+        factors = tensors["rope_freqs.weight"].data
+        assert 1 <= factors[0] < factors[-1]
+        assert factors[-1] == pytest.approx(4.0)
+    assert field(reader, "general.architecture") == name
+    assert field(reader, f"{name}.block_count") == config.num_hidden_layers
+    assert field(reader, f"{name}.attention.head_count_kv") == config.num_key_value_heads
+    assert field(reader, "tokenizer.ggml.model") == "gpt2"
+    assert len(reader.fields["tokenizer.ggml.tokens"].data) == 259
+
+
+def values_at(folder: Path, precision: Precision) -> dict[str, torch.Tensor]:
+    """Every weight of a packed model, decoded."""
+    model = otaro.load(folder, precision)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, otaro.nn.SefpWeight):
+            values[f"{name}.weight"] = module.dequantize()
+    return values
+
+
+def field(reader: GGUFReader, name: str) -> Any:
+    return reader.fields[name].contents()
+
+
+def test_what_cannot_be_exported_leaves_nothing_behind(packed_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "twin.gguf"
+    out.write_bytes(b"mine")
+    with pytest.raises(OtaroError, match="exists already"):
+        export_gguf(packed_llama, out, "E5M4")
+    assert out.read_bytes() == b"mine"
+    with pytest.raises(OtaroError, match="no folder"):
+        export_gguf(packed_llama, tmp_path / "none" / "twin.gguf", "E5M4")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in packed_llama.iterdir():
+        if not path.name.startswith("tokenizer"):
+            (bare / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(OtaroError, match="tokenizer.json"):
+        export_gguf(bare, tmp_path / "other.gguf", "E5M4")
+    assert {path.name for path in tmp_path.iterdir()} == {"twin.gguf", "bare"}

@@ -1,0 +1,137 @@
+"""otaro chat, bench and export, and which way generate runs a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import architectures
+import pytest
+from gguf import GGUFReader
+
+import otaro
+from otaro.cli import main
+from otaro.engine import command
+from otaro.precision import Precision
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+@pytest.fixture
+def native() -> None:
+    from otaro.ops import cpu
+
+    if cpu.available() is not None:
+        pytest.skip("the native library is not built")
+
+
+def test_generate_says_when_it_runs_through_transformers(
+    packed_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--prompt", "hello", "--max-new-tokens", "4"]
+    assert main(["generate", str(packed_llama), *arguments]) == 0
+    assert "transformers" not in capsys.readouterr().err
+    model = architectures.random_model("gemma")
+    model.save_pretrained(tmp_path / "model")
+    for path in packed_llama.glob("tokenizer*"):
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    otaro.pack(tmp_path / "model", tmp_path / "packed")
+    main(["generate", str(tmp_path / "packed"), *arguments])
+    assert "runs through transformers: models of type gemma" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "packed"), *arguments, "--backend", "native"]) == 2
+    assert main(["generate", str(packed_llama), *arguments, "--backend", "fast"]) == 2
+
+
+def test_both_ways_give_the_same_greedy_text(packed_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for backend in ("native", "transformers"):
+        arguments = ["--prompt", "hello", "--max-new-tokens", "6", "--backend", backend]
+        assert main(["generate", str(packed_llama), *arguments]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_memory_picks_the_width(packed_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = otaro.inspect(packed_llama).size(Precision.E5M5) + 1
+    arguments = ["generate", str(packed_llama), "--prompt", "hello", "--max-new-tokens", "2"]
+    assert main([*arguments, "--memory", f"{size}B"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("E5M5: ")
+    assert main([*arguments, "--memory", f"{size}B", "--precision", "E5M8"]) == 2
+    assert "E5M5 is the widest" in capsys.readouterr().err
+    assert main([*arguments, "--memory", "1kB"]) == 2
+
+
+def test_a_draft_changes_nothing(packed_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", str(packed_llama), "--prompt", "hello", "--max-new-tokens", "16"]
+    assert main(arguments) == 0
+    plain = capsys.readouterr().out
+    assert main([*arguments, "--draft", "E5M3"]) == 0
+    assert capsys.readouterr().out == plain
+
+
+def test_a_chat_switches_forgets_and_survives_mistakes(
+    packed_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["hello", "/precision E5M3", "again", "/precision E9", "/clear", "/help", "", "/exit"])
+    monkeypatch.setattr(command, "_ask", lambda: next(lines))
+    assert main(["chat", str(packed_llama), "--max-new-tokens", "5", "--seed", "1"]) == 0
+    remarks = capsys.readouterr().err
+    for expected in (
+        "E5M8, ",
+        "now at E5M3",
+        "E5M3, ",
+        "unknown precision 'E9'",
+        "forgotten",
+        "/precision E5M4 switches",
+    ):
+        assert expected in remarks
+    assert "of memory" in remarks
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(
+    packed_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["hello", "again"])
+    shown: list[str] = []
+
+    def interrupted(text: str) -> None:
+        shown.append(text)
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+
+    def ask() -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(command, "_ask", ask)
+    monkeypatch.setattr(command, "stream", interrupted)
+    assert main(["chat", str(packed_llama), "--max-new-tokens", "50", "--temperature", "0"]) == 0
+    remarks = capsys.readouterr().err
+    assert remarks.count("stopped") == 1
+    assert "tokens/s" in remarks
+
+
+def test_bench_measures_every_width_asked_for(
+    packed_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--prompt-tokens", "20", "--new-tokens", "4", "--rounds", "2", "--threads", "1"]
+    out = tmp_path / "figures.json"
+    folder = str(packed_llama)
+    assert main(["bench", folder, "--precisions", "E5M8,E5M3", *arguments, "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["results"]
+    assert [row["precision"] for row in rows] == ["E5M8", "E5M3"]
+    assert rows[0]["weight_bytes"] > 1.7 * rows[1]["weight_bytes"]
+    for row in rows:
+        assert min(row["speed"].values()) > 0
+        assert row["peer"] is None
+    assert "decode" in capsys.readouterr().out
+    assert main(["bench", folder, "--against", "nothing"]) == 2
+
+
+def test_export_writes_a_file_that_can_be_read(packed_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "twin.gguf"
+    assert main(["export", str(packed_llama), str(out), "--precision", "E5M6"]) == 0
+    assert GGUFReader(out).fields["general.architecture"].contents() == "llama"
+    assert main(["export", str(packed_llama), str(out), "--precision", "E5M6"]) == 2
