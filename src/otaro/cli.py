@@ -21,7 +21,7 @@ from rich.table import Table
 
 import otaro
 from otaro.bench.command import BENCH_EXAMPLE, bench
-from otaro.console import decode_text, note, parse_size, progress_bar, results, size_text
+from otaro.console import note, parse_size, progress_bar, results, size_text
 from otaro.engine.command import CHAT_EXAMPLE, GENERATE_EXAMPLE, chat, generate
 from otaro.errors import OtaroError
 from otaro.evaluate import command as evaluate_command

