@@ -17,9 +17,11 @@ from rich.markup import escape
 
 import otaro
 from otaro.console import note, progress_bar, results, size_text
+from otaro.engine.runner import Request, open_runner
+from otaro.engine.sampling import Sampling
 from otaro.evaluate import report
 from otaro.evaluate.perplexity import perplexity_at_widths, text_tokens
-from otaro.generate import generate, load_tokenizer
+from otaro.generate import load_tokenizer, prompt_tokens
 from otaro.precision import NARROWEST, WIDEST, Precision
 
 MODEL = "smollm2"
@@ -30,8 +32,8 @@ BATCH = 2
 SEQUENCE = 256
 PROMPT = "What is the capital of France, and what is it known for?"
 ANSWER_TOKENS = 64
-SPEED_TOKENS = 16
-SPEED_ROUNDS = 3
+SPEED_TOKENS = 32
+SPEED_ROUNDS = 5
 
 
 def language_reference() -> str:
@@ -134,19 +136,20 @@ def _answer(folder: Path, console: Console) -> dict[Precision, float]:
     def write(text: str) -> None:
         console.print(text.replace("\n", " "), end="", markup=False, soft_wrap=True)
 
-    model, tokenizer = otaro.load(folder, WIDEST), load_tokenizer(folder)
+    runner = open_runner(folder, WIDEST, remark=note)
+    prompt = prompt_tokens(runner.tokenizer, PROMPT)[0].tolist()
     for precision in (WIDEST, NARROWEST):
-        with model.at_precision(precision):
-            write(f"   {precision}: ")
-            generate(model, tokenizer, PROMPT, max_new_tokens=ANSWER_TOKENS, on_text=write)
-            console.print()
+        runner.precision = precision
+        write(f"   {precision}: ")
+        runner.generate(prompt, Request(ANSWER_TOKENS, Sampling()), write)
+        console.print()
     # In rounds, and the median of each width: a machine's speed changes from one second to the next.
     speeds: dict[Precision, list[float]] = {precision: [] for precision in Precision}
     with progress_bar() as progress:
         for number in range(SPEED_ROUNDS):
             progress("measuring the speed of every precision", number, SPEED_ROUNDS)
             for precision in Precision:
-                with model.at_precision(precision):
-                    answer = generate(model, tokenizer, PROMPT, max_new_tokens=SPEED_TOKENS)
+                runner.precision = precision
+                answer = runner.generate(prompt, Request(SPEED_TOKENS, Sampling()))
                 speeds[precision].append(answer.tokens_per_second)
     return {precision: statistics.median(measured) for precision, measured in speeds.items()}
