@@ -285,6 +285,13 @@ def test_planes_may_go_between_two_tokens(engine: Engine, folder: Path) -> None:
     assert len(list(tokens)) == 3
 
 
+def test_the_floor_of_the_embedding_does_not_pass_for_a_loaded_width(folder: Path) -> None:
+    engine = Engine(folder, "E5M3")
+    with pytest.raises(PrecisionError, match="E5M4 is not loaded"):
+        engine.precision = "E5M4"
+    assert len(list(engine.tokens([1, 2, 3], max_new_tokens=3))) == 3
+
+
 def test_only_the_files_of_a_width_are_read(folder: Path, tmp_path: Path) -> None:
     otaro.cut(folder, tmp_path / "narrow", "E5M4")
     narrow = Engine(tmp_path / "narrow", threads=1)

@@ -96,6 +96,13 @@ def test_a_fixed_width_must_exist() -> None:
         make_path("bps", [])
 
 
+def test_tiers_are_for_all_widths() -> None:
+    path = make_path("tiers", Precision)
+    assert [path.choose() for _ in range(3)] == [M8] * 3
+    with pytest.raises(OtaroError, match="all widths"):
+        make_path("tiers", [M8, M3])
+
+
 def parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.tensor([1.0, -2.0])), torch.nn.Parameter(torch.tensor([3.0]))]
 

@@ -197,6 +197,11 @@ def test_a_batch_of_one_goes_to_the_tiers_in_turn(tmp_path: Path) -> None:
     assert run.path.counts[M3] == run.path.counts[M4] == 4
 
 
+def test_too_many_tiers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OtaroError, match="at most 2"):
+        arguments(tmp_path, method="tiers", tiers="E5M5,E5M4,E5M3")
+
+
 def test_adapters_are_refused(tmp_path: Path) -> None:
     model = random_model("llama")
     model.model.embed_tokens.weight.requires_grad_(False)

@@ -53,6 +53,12 @@ Stop = Annotated[
 ]
 Tokens = Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; all processors if left out.")]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        min=2, help="Tokens that a text may have, prompt included; what the model allows, at most 8192, if left out."
+    ),
+]
 Backend = Annotated[str, typer.Option(help="native, transformers, or auto: native where the model allows it.")]
 
 
@@ -75,11 +81,12 @@ def generate(
     stop: Stop = None,
     raw: Annotated[bool, typer.Option("--raw", help="Go on from the prompt as it stands, no chat template.")] = False,
     threads: Threads = None,
+    context: Context = None,
     backend: Backend = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
     """Generate text from a prompt, streamed to stdout."""
-    width = _width(folder, precision, memory)
+    width = _width(folder, precision, memory, prefill, draft)
     text = read_prompt(prompt)
     from otaro.generate import prompt_tokens
 
@@ -91,7 +98,7 @@ def generate(
         "seed": seed,
     }
     request = _request(max_new_tokens, prefill, draft, stop, temperature=temperature, **sampling)
-    runner = _open(folder, _widest(width, request), backend, threads)
+    runner = _open(folder, _widest(width, request), backend, threads, context)
     if width is not None:
         runner.precision = width
     ids = prompt_tokens(runner.tokenizer, text, raw=raw)[0].tolist()
@@ -121,10 +128,11 @@ def chat(
     repetition_penalty: Penalty = 1.0,
     seed: Seed = None,
     threads: Threads = None,
+    context: Context = None,
     backend: Backend = "auto",
 ) -> None:
     """Talk with a model in the terminal; switch its precision as you go."""
-    width = _width(folder, precision, memory)
+    width = _width(folder, precision, memory, prefill, draft)
     sampling: dict[str, Any] = {
         "top_k": top_k,
         "top_p": top_p,
@@ -134,7 +142,7 @@ def chat(
     }
     request = _request(max_new_tokens, prefill, draft, None, reuse=True, temperature=temperature, **sampling)
     # Without --memory all planes are loaded, so that /precision can go up as well as down.
-    runner = _open(folder, width if memory is not None else None, backend, threads)
+    runner = _open(folder, width if memory is not None else None, backend, threads, context)
     if width is not None:
         runner.precision = width
     note(f"{folder} at {runner.precision}, {size_text(runner.memory)}: {CHAT_HELP}")
@@ -233,7 +241,8 @@ def _request(
     )
 
 
-def _width(folder: Path, precision: str | None, memory: str | None) -> Precision | None:
+def _width(folder: Path, precision: str | None, memory: str | None, *others: str | None) -> Precision | None:
+    """The width to run at; `memory` must hold it and the other widths a request names."""
     width = None if precision is None else Precision(precision)
     if memory is None:
         return width
@@ -243,8 +252,9 @@ def _width(folder: Path, precision: str | None, memory: str | None) -> Precision
 
     info = checkpoint.inspect(folder)
     fitting = widest_that_fits({at: info.size(at) for at in info.precisions}, size)
-    if width is not None and width > fitting:
-        raise OtaroError(f"{width} does not fit into {memory}: {fitting} is the widest that does")
+    for asked in (width, *(Precision(other) for other in others if other is not None)):
+        if asked is not None and asked > fitting:
+            raise OtaroError(f"{asked} does not fit into {memory}: {fitting} is the widest that does")
     return width or fitting
 
 
@@ -253,7 +263,7 @@ def _widest(width: Precision | None, request: Request) -> Precision | None:
     return None if width is None else max(filter(None, (width, request.prefill, request.draft)))
 
 
-def _open(folder: Path, precision: Precision | None, backend: str, threads: int | None) -> Runner:
+def _open(folder: Path, precision: Precision | None, backend: str, threads: int | None, context: int | None) -> Runner:
     from otaro.engine.runner import open_runner
 
     with progress_bar() as progress:
@@ -262,6 +272,7 @@ def _open(folder: Path, precision: Precision | None, backend: str, threads: int 
             precision,
             backend=backend,
             threads=threads,
+            context=context,
             progress=progress,
             remark=lambda text: note(f"otaro: {text}"),
         )

@@ -15,6 +15,7 @@ min(1, p / q) and replaced by a draw from the rest of p where q exceeded it, whi
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,12 +29,17 @@ from otaro.engine.weights import Weights
 from otaro.errors import OtaroError
 from otaro.precision import NARROWEST, Precision
 
-DEFAULT_CONTEXT = 4096
+DEFAULT_CONTEXT = 8192
 PREFILL_TOKENS = 256
 """Prompt tokens run between two looks at whether to stop."""
 MOST_DRAFTS = 4
 SURE_ENOUGH = 0.5
 """Drafting goes on while the drafting width gives its choice at least this probability."""
+
+
+def usable_cores() -> int:
+    """The cores this process may use, where the system says; all of them elsewhere."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 class Engine:
@@ -56,7 +62,7 @@ class Engine:
         progressive: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or usable_cores()
         chosen = None if precision is None else Precision(precision)
         first = NARROWEST if progressive else chosen
         self.weights = Weights(Path(folder), first, threads=self.threads, progress=progress)
@@ -70,7 +76,8 @@ class Engine:
         self._text = threading.Lock()  # held while a text is run, between its tokens too
         self._lock = threading.RLock()  # held while weights are read or changed
         self._loader: threading.Thread | None = None
-        self._failure: OtaroError | None = None
+        self._failure: Exception | None = None
+        self._rising = progressive  # until somebody sets the width
         if progressive:
             wanted = chosen or self.weights.folder.precisions[0]
             self.weights.folder.check_available(wanted)
@@ -85,18 +92,21 @@ class Engine:
     def precision(self, precision: Precision | str) -> None:
         width = Precision(precision)
         self.weights.widths(width)
+        self._rising = False
         self._precision = width
 
     def drop_to(self, precision: Precision | str) -> None:
         """Free the planes above a width; the width in use follows if it was above."""
         width = Precision(precision)
         with self._lock:
+            self._rising = False
             self.weights.drop_to(width)
             self._precision = min(self._precision, width)
 
     def raise_to(self, precision: Precision | str) -> None:
         """Read the planes up to a width from the folder again and use it."""
         width = Precision(precision)
+        self._rising = False
         self.weights.raise_to(width, self._lock)
         self._precision = width
 
@@ -111,11 +121,10 @@ class Engine:
         try:
             for width in sorted(Precision):
                 if NARROWEST < width <= precision:
-                    rising = self._precision == self.weights.precision
                     self.weights.raise_to(width, self._lock)
-                    if rising:
+                    if self._rising:
                         self._precision = width
-        except OtaroError as error:
+        except Exception as error:  # of any kind: nobody would see it in this thread
             self._failure = error
 
     @property
@@ -222,7 +231,8 @@ class Engine:
         for token, belief, logits in zip(drafts, beliefs, rows, strict=False):
             wanted = sampler.distribution(logits, text + kept)
             if not sampler.accepts(wanted[token] / belief[token]):
-                last = sampler.draw(numpy.maximum(wanted - belief, 0))
+                rest = numpy.maximum(wanted - belief, 0)
+                last = sampler.draw(rest if rest.any() else wanted)  # nothing is left where they differ by rounding
                 break
             kept.append(token)
         else:

@@ -79,6 +79,8 @@ class Sampler:
 
     def draw(self, probabilities: Probabilities) -> int:
         sums = numpy.cumsum(probabilities)
+        if not sums[-1] > 0:
+            raise OtaroError("the model's logits are not finite: the packed weights are broken, see otaro verify")
         return int(numpy.searchsorted(sums, self._random.random() * sums[-1], side="right"))
 
     def accepts(self, probability: float) -> bool:

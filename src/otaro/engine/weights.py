@@ -94,7 +94,8 @@ class Weights:
         floor = self._floors[EMBEDDING]
         head_floor = self._floors.get(HEAD, floor)
         chosen[EMBEDDING], chosen[HEAD] = max(chosen[EMBEDDING], floor), max(chosen[HEAD], head_floor)
-        missing = next((width for width in chosen.values() if width > max(self.precision, floor)), None)
+        loaded = {EMBEDDING: max(self.precision, floor), HEAD: max(self.precision, head_floor)}
+        missing = next((width for name, width in chosen.items() if width > loaded.get(name, self.precision)), None)
         if missing is not None:
             raise PrecisionError(f"precision {missing} is not loaded: {self.precision} is the widest here")
         return bytes(chosen[name].mantissa for name in names)

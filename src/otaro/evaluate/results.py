@@ -95,11 +95,10 @@ class Evaluation:
         }
         if self.text:
             text = self.text[width]
-            # JSON has no infinity; a perplexity that overflows is reported as null.
-            row["perplexity"] = text.perplexity if math.isfinite(text.perplexity) else None
-            row["cross_entropy"] = text.cross_entropy
+            row["perplexity"] = _finite(text.perplexity)
+            row["cross_entropy"] = _finite(text.cross_entropy)
             if self.compared:
-                row |= {"kl_divergence": text.divergence, "same_token": text.same_token}
+                row |= {"kl_divergence": _finite(text.divergence), "same_token": text.same_token}
             if self.subject.packed:  # a simulated width says nothing about speed
                 row["tokens_per_second"] = text.tokens_per_second
         if self.tasks:
@@ -113,6 +112,11 @@ class Evaluation:
             }
             row["average"] = self.average(width)
         return row
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity; a figure that overflows is reported as null."""
+    return value if math.isfinite(value) else None
 
 
 def average(figures: Sequence[dict[str, Any]]) -> dict[str, float | None]:

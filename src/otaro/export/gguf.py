@@ -46,8 +46,8 @@ def export_gguf(
         raise OtaroError(f"{out} cannot be written: there is no folder {out.parent}")
     packed = PackedFolder(folder)
     packed.check(precision)
-    config = read_config(folder)
     try:
+        config = read_config(folder)
         shape = read_shape(packed, config)
     except UnsupportedError as error:
         raise OtaroError(f"{folder} cannot be exported: {error}") from error

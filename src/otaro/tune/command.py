@@ -268,6 +268,8 @@ def run(
                 "model": source.label,
                 "method": args.method,
                 "updates": trainer.state.global_step,
+                "kept_update": trainer.state.best_global_step if early_stopping else trainer.state.global_step,
+                "unsettled_groups": trainer.unsettled,
                 "tokens": blocks.tokens,
                 "perplexity_before": report.finite(before),
                 "perplexity_after": report.finite(after),

@@ -19,6 +19,8 @@ from otaro.sefp import Format
 from otaro.tune.delay import APPLY
 from otaro.tune.path import Path, make_path
 
+MOST_TIERS = 2
+"""What the GPU kernel knows."""
 DEEPSPEED_REFUSED = (
     "DeepSpeed is not supported: its engine owns the optimizer, which must hold gradients back; "
     "use the accelerate configs for DDP or FSDP2 instead"
@@ -63,6 +65,8 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError(f"a delay of {self.delay} batches holds nothing: choose 1 or more")
         if self.delay_apply not in APPLY:
             raise OtaroError(f"held gradients are applied as {' or '.join(APPLY)}, not as {self.delay_apply!r}")
+        if len(self.tier_widths) > MOST_TIERS:
+            raise OtaroError(f"{self.tiers} are too many tiers: choose at most {MOST_TIERS}")
         if not 0 <= self.distillation <= 1:
             raise OtaroError(f"a distillation of {self.distillation} is no share: choose from 0 to 1")
         _ = self.path_widths, self.ultra_low_widths, self.tier_widths, self.format, self.floor

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from otaro.errors import OtaroError
-from otaro.precision import Precision, join
+from otaro.precision import WIDEST, Precision, join
 
 
 class Path(ABC):
@@ -124,10 +124,10 @@ class FixedPath(Path):
 
 
 class TieredPath(Path):
-    """The widest width first; the trainer then goes through the tiers by itself (see `otaro.tune.tiers`)."""
+    """The widest width of all; the trainer then goes through the tiers by itself (see `otaro.tune.tiers`)."""
 
     def choose(self) -> Precision:
-        return self.widths[0]
+        return WIDEST
 
 
 def make_path(method: str, widths: Iterable[Precision], *, exploration: float = 5.0, seed: int = 0) -> Path:
@@ -144,6 +144,8 @@ def make_path(method: str, widths: Iterable[Precision], *, exploration: float = 
     if name == "uniform" and not width:
         return UniformPath(widths, seed)
     if name == "tiers" and not width:
+        if set(widths) != set(Precision):
+            raise OtaroError("tiers are tuned for all widths: leave the widths out, or choose another method")
         return TieredPath(widths)
     if name == "fp16" and not width:
         return FixedPath(None)

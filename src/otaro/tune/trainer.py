@@ -64,6 +64,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self.delayed: DelayedOptimizer | None = None
         self.interrupted = False
         """Whether the run was asked to stop (Ctrl-C) and did so with a checkpoint."""
+        self.unsettled = 0
+        """Groups of weights that did not keep all bits of their tiers when these were settled."""
         self._asked_to_stop = False
         self._update_losses: dict[Precision | None, Tensor] = {}
         self._predictions: Tensor | None = None
@@ -198,7 +200,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 result = super().train(None if checkpoint is None else str(checkpoint), **options)
             if self.tiers and not self.interrupted:
                 self.set_width(None)
-                settle_model(self.model)
+                self.unsettled = settle_model(self.model)
                 self.tiers = []
             return result
         except (MemoryError, RuntimeError) as error:
