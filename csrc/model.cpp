@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <new>
 
 namespace otaro {
 namespace {
@@ -79,6 +80,9 @@ bool Model::complete() const {
 
 // ---- a session's memory ---------------------------------------------------------------------------------------------
 
+// Numbers in the keys of a layer, far beyond any machine, so that no product of sizes overflows.
+constexpr int64_t kMostCached = int64_t{1} << 44;
+
 template <class T> Memory<T> Session::room(int64_t count) {
     bytes_ += count * static_cast<int64_t>(sizeof(T));
     return allocate<T>(count);
@@ -87,6 +91,9 @@ template <class T> Memory<T> Session::room(int64_t count) {
 Session::Session(const Model& model, int64_t context, const EngineKernels& kernels)
     : model_(model), kernels_(kernels), context_(context), capacity_(round_up(context, kKeyBlock)),
       padded_dimension_(round_up(model.head_dimension, kKeyBlock)) {
+    int64_t cached;
+    if (__builtin_mul_overflow(model.kv_heads * padded_dimension_, capacity_, &cached) || cached > kMostCached)
+        throw std::bad_alloc();
     const int64_t query = model.heads * model.head_dimension, key = model.kv_heads * model.head_dimension;
     const int64_t half = model.head_dimension / 2;
     x_ = room<float>(kMostTokens * model.hidden);
@@ -106,8 +113,8 @@ Session::Session(const Model& model, int64_t context, const EngineKernels& kerne
     look_at(model.whole.matrices[OTARO_HEAD]);
     for (const Layer& layer : model.layers) {
         for (int role = OTARO_QUERY; role <= OTARO_DOWN; ++role) look_at(layer.matrices[role]);
-        keys_.push_back(room<Half>(model.kv_heads * capacity_ * padded_dimension_));
-        values_.push_back(room<Half>(model.kv_heads * capacity_ * padded_dimension_));
+        keys_.push_back(room<Half>(cached));
+        values_.push_back(room<Half>(cached));
     }
     quantized_.coarse = room<int8_t>(kMostTokens * widest_);
     quantized_.fine = room<int8_t>(kMostTokens * widest_);

@@ -220,7 +220,8 @@ Team::~Team() {
 
 void Team::start(int64_t items, int64_t grain, TaskFunction function, void* context) {
     const int64_t ranges = (items - 1) / grain + 1;
-    if (alone_ || ranges < 2 || ranges > kMostRanges) {
+    // Every thread may ask once too often: the count must not run over into the field beside it.
+    if (alone_ || ranges < 2 || ranges > kMostRanges - kMostThreads) {
         function(context, 0, 0, items);
         return;
     }

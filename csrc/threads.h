@@ -53,6 +53,7 @@ class Team {
     // A ticket: the phase in the upper bits, then the number of ranges, then the next range.
     static constexpr int kRangesShift = 20, kPhaseShift = 40;
     static constexpr int64_t kMostRanges = (int64_t{1} << kRangesShift) - 1;
+    static constexpr int64_t kMostThreads = 1 << 16;
 
     void start(int64_t items, int64_t grain, TaskFunction function, void* context);
     bool take(int worker);

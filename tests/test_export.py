@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import otaro
 from otaro import sefp
-from otaro.errors import OtaroError
+from otaro.errors import FormatError, OtaroError
 from otaro.export import export_gguf
 from otaro.export.blocks import block_type, encode_blocks
 from otaro.precision import Precision
@@ -123,3 +123,9 @@ def test_what_cannot_be_exported_leaves_nothing_behind(packed_llama: Path, tmp_p
     with pytest.raises(OtaroError, match="tokenizer.json"):
         export_gguf(bare, tmp_path / "other.gguf", "E5M4")
     assert {path.name for path in tmp_path.iterdir()} == {"twin.gguf", "bare"}
+
+
+def test_the_largest_steps_are_refused_where_a_block_cannot_hold_them() -> None:
+    codes = sefp.encode(torch.full((1, 64), 40000.0), Precision.E5M4)
+    with pytest.raises(FormatError, match="wider"):
+        encode_blocks(codes)
