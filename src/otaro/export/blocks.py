@@ -84,7 +84,8 @@ def _signed_steps(codes: Codes) -> NDArray[numpy.float32]:
 
 def _bytes(values: NDArray[Any]) -> NDArray[numpy.uint8]:
     """[..., 1] floats as [..., 2] bytes of float16."""
-    half = values.astype(numpy.float16)
+    with numpy.errstate(over="ignore"):
+        half = values.astype(numpy.float16)
     if not numpy.isfinite(half).all():
         raise FormatError("a weight of 32768 or more has no place in this type of GGUF: export a wider precision")
     return half.view(numpy.uint8)
