@@ -29,8 +29,6 @@ from otaro.ops import cpu
 from otaro.precision import Precision
 from otaro.sefp import Format
 
-pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="the native library is not built")
-
 WIDTHS = list(Precision)
 
 # Activations are rounded to 8 bits of the largest of 32 neighbours: at most 1/254 of it each, about 0.5 % of the result

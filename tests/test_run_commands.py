@@ -12,17 +12,8 @@ from gguf import GGUFReader
 import otaro
 from otaro.cli import main
 from otaro.engine import command
+from otaro.errors import OtaroError
 from otaro.precision import Precision
-
-pytestmark = pytest.mark.usefixtures("native")
-
-
-@pytest.fixture
-def native() -> None:
-    from otaro.ops import cpu
-
-    if cpu.available() is not None:
-        pytest.skip("the native library is not built")
 
 
 def test_generate_says_when_it_runs_through_transformers(
@@ -135,3 +126,10 @@ def test_export_writes_a_file_that_can_be_read(packed_llama: Path, tmp_path: Pat
     assert main(["export", str(packed_llama), str(out), "--precision", "E5M6"]) == 0
     assert GGUFReader(out).fields["general.architecture"].contents() == "llama"
     assert main(["export", str(packed_llama), str(out), "--precision", "E5M6"]) == 2
+
+
+def test_bench_refuses_files_it_could_not_write_before_it_measures(packed_llama: Path, tmp_path: Path) -> None:
+    from otaro.bench.command import bench
+
+    with pytest.raises(OtaroError, match="there is no folder"):
+        bench(packed_llama, json_out=tmp_path / "nowhere" / "figures.json")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -105,3 +106,12 @@ def parse_size(text: str) -> int:
         raise OtaroError(f"{text!r} is not a size: write it as 500MB or 5GB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def check_outputs(paths: Sequence[Path | None]) -> None:
+    """Refuse files that could not be written, before anything is measured."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise OtaroError(f"{path} cannot be written: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise OtaroError(f"{path} cannot be written: it is a folder")

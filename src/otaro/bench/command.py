@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from otaro.console import progress_bar, results, size_text
+from otaro.console import check_outputs, progress_bar, results, size_text
 from otaro.errors import OtaroError
 from otaro.precision import parse_precisions
 
@@ -42,6 +42,7 @@ def bench(
     from otaro.engine.architecture import UnsupportedError
     from otaro.evaluate.report import check_plot, write_json
 
+    check_outputs([None if json_out == Path("-") else json_out, plot])
     if plot is not None:
         check_plot(plot)
     chosen = parse_precisions(precisions, checkpoint.inspect(folder).precisions)

