@@ -87,4 +87,5 @@ class Refresher:
             for layer in layers:
                 layer.values = values
                 tiers_of = layer.tiers.get("weight", ())
-                layer.trained = ops.deciding(layer.weight, width, tiers_of) if tiers_of else None
+                # Not by plain assignment, which would make the tier a second parameter of the layer.
+                layer.__dict__["trained"] = ops.deciding(layer.weight, width, tiers_of) if tiers_of else None
