@@ -88,6 +88,25 @@ def test_gradients_go_to_the_tier_of_the_width() -> None:
         assert touched == {expected, "0.bias"}
 
 
+def test_compiled_a_layer_stays_whole_and_the_same() -> None:
+    layer = nn.Sequential(nn.Linear(70, 8))
+    convert.simulate(layer, Format(polarity=True))
+    add_tiers(layer, [M3, M4])
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for width in Precision:
+        convert.set_precision(layer, width)
+        results = []
+        for model in (layer, compiled):
+            layer.zero_grad()
+            result = model(torch.ones(1, 70))
+            result.sum().backward()
+            results.append((result.detach(), {name: p.grad for name, p in layer.named_parameters()}))
+        torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral", "gpt-oss"])
 def test_models_compute_the_same_settled(name: str) -> None:
     model = random_model(name).eval()
