@@ -52,10 +52,15 @@ def check_equal(folder: Path, whole: Path, weights: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
-    options = json.dumps({**SETTINGS, "per_device_train_batch_size": 2})
-    two_processes("tuning.py", tmp_path / "two", options, "", "")
-    whole = trainer(tmp_path / "one", **{**SETTINGS, "per_device_train_batch_size": 4})
+@pytest.mark.parametrize(
+    "batch, options",
+    [(2, {}), (2, {"method": "tiers"}), (1, {"method": "tiers", "gradient_accumulation_steps": 2})],
+)
+def test_two_processes_equal_one_with_twice_the_batch(batch: int, options: dict[str, Any], tmp_path: Path) -> None:
+    options = {**SETTINGS, **options}
+    given = json.dumps({**options, "per_device_train_batch_size": batch})
+    two_processes("tuning.py", tmp_path / "two", given, "", "")
+    whole = trainer(tmp_path / "one", **{**options, "per_device_train_batch_size": 2 * batch})
     whole.train()
     check_equal(tmp_path / "two", tmp_path / "one", whole.model.state_dict())
 

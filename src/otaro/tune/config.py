@@ -26,6 +26,8 @@ DEEPSPEED_REFUSED = (
     "use the accelerate configs for DDP or FSDP2 instead"
 )
 
+TIERS_SHARDED = "tiers cannot be sharded so far: use DDP, where every process has all weights, or the method bps"
+
 
 @dataclass
 class TuneArguments(TrainingArguments):  # type: ignore[misc]
@@ -65,7 +67,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError(f"a delay of {self.delay} batches holds nothing: choose 1 or more")
         if self.delay_apply not in APPLY:
             raise OtaroError(f"held gradients are applied as {' or '.join(APPLY)}, not as {self.delay_apply!r}")
-        if len(self.tier_widths) > MOST_TIERS:
+        if len(parse_precisions(self.tiers)) > MOST_TIERS:
             raise OtaroError(f"{self.tiers} are too many tiers: choose at most {MOST_TIERS}")
         if not 0 <= self.distillation <= 1:
             raise OtaroError(f"a distillation of {self.distillation} is no share: choose from 0 to 1")
@@ -83,7 +85,9 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
 
     @property
     def tier_widths(self) -> list[Precision]:
-        return sorted(parse_precisions(self.tiers))
+        """Of the widths to tune for those with weights of their own, the narrowest first; never the widest."""
+        wanted = self.path_widths
+        return sorted(width for width in parse_precisions(self.tiers) if width in wanted and width < max(wanted))
 
     @property
     def format(self) -> Format:

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from accelerate import Accelerator
+from torch import Tensor, distributed, nn
 
 from otaro import sefp
 from otaro.errors import OtaroError
@@ -32,14 +33,15 @@ from otaro.tune.data import IGNORED
 ROUNDS = 8
 
 
-def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
+def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision = WIDEST) -> None:
     """Give the simulated layers of a model tiers at these widths, equal to their weights at first.
 
     They are parameters beside the weight, ``weight_E5M3``, so that they are trained, saved and restored like it. A
-    weight that several layers share has tiers that they share.
+    weight that several layers share has tiers that they share. `widest` is the widest width that is tuned: its bits the
+    weight itself decides.
     """
-    if any(width >= WIDEST for width in widths):
-        raise OtaroError(f"the tier of {WIDEST} is the weight itself: name narrower widths")
+    if any(width >= widest for width in widths):
+        raise OtaroError(f"the tier of {widest} is the weight itself: name narrower widths")
     shared: dict[int, dict[Precision, nn.Parameter]] = {}
     for module in model.modules():
         if not isinstance(module, FakeSefp):
@@ -51,27 +53,71 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
             if name == "bias" or (name not in getattr(module, "fused", {"weight": False})):
                 continue
             if id(weight) not in shared:
-                deciding = sorted({max(width, module.floor) for width in widths})
+                deciding = sorted({max(width, module.floor) for width in widths if module.floor < widest})
                 shared[id(weight)] = {width: nn.Parameter(weight.detach().clone()) for width in deciding}
                 for width, tier in shared[id(weight)].items():
                     module.register_parameter(f"{name}_{width}", tier)
-            found[name] = tuple(shared[id(weight)].items())
+            if shared[id(weight)]:
+                found[name] = tuple(shared[id(weight)].items())
         module.__dict__["tiers"] = found
 
 
 def tier_loss(logits: Tensor, teacher: Tensor, labels: Tensor, distillation: float) -> tuple[Tensor, Tensor]:
-    """What a tier learns from, and its cross entropy: means over the predicted tokens of a batch.
+    """What a tier learns from, and its cross entropy: sums over the predicted tokens.
 
     `distillation` is the share of the KL divergence from the teacher's predictions, the rest is the cross entropy.
     """
     chosen = labels[:, 1:] != IGNORED
     found = logits[:, :-1][chosen].float()
-    cross_entropy = nn.functional.cross_entropy(found, labels[:, 1:][chosen])
+    cross_entropy = nn.functional.cross_entropy(found, labels[:, 1:][chosen], reduction="sum")
     if distillation == 0:
         return cross_entropy, cross_entropy.detach()
     expected = teacher[:, :-1][chosen].float().log_softmax(-1)
-    divergence = nn.functional.kl_div(found.log_softmax(-1), expected, reduction="batchmean", log_target=True)
+    divergence = nn.functional.kl_div(found.log_softmax(-1), expected, reduction="sum", log_target=True)
     return distillation * divergence + (1 - distillation) * cross_entropy, cross_entropy.detach()
+
+
+class Shares:
+    """How the tiers share an update's sequences: numbered through, they fall to the tiers one by one, in turns.
+
+    Numbered over micro-batches and processes, so that the tiers get the same ones however an update is spread out: a
+    batch of the update, the n-th of a process, begins with the sequence (n · processes + process) · batch size.
+    """
+
+    def __init__(self, tiers: int, turn: int, batch_size: int, accelerator: Accelerator) -> None:
+        self._tiers = tiers
+        self._turn = turn
+        self._batch_size = batch_size
+        self._accelerator = accelerator
+        self.tokens: list[int] = []
+        """What each tier has to predict, in all micro-batches of all processes."""
+
+    def rows(self, tier: int, number: int) -> slice:
+        """Of the n-th micro-batch those that are a tier's."""
+        first = (number * self._accelerator.num_processes + self._accelerator.process_index) * self._batch_size
+        return slice((tier + self._turn - first) % self._tiers, None, self._tiers)
+
+    def count(self, batches: Sequence[Any]) -> None:
+        """Learn what an update consists of."""
+        counts = torch.zeros(self._tiers, dtype=torch.int64, device=self._accelerator.device)
+        for number, batch in enumerate(batches):
+            predicted = (batch["labels"][:, 1:] != IGNORED).sum(-1).to(counts.device)
+            for tier in range(self._tiers):
+                counts[tier] += predicted[self.rows(tier, number)].sum()
+        self.tokens = self._accelerator.reduce(counts, "sum").tolist()
+
+
+@torch.no_grad()
+def average_gradients(model: nn.Module) -> None:
+    """Average gradients over all processes; one that used a weight in no pass takes part with zeros."""
+    waiting = []
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.div_(distributed.get_world_size())
+        waiting.append(distributed.all_reduce(parameter.grad, async_op=True))
+    for work in waiting:
+        work.wait()
 
 
 @torch.no_grad()

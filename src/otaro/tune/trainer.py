@@ -32,10 +32,10 @@ from otaro.precision import Precision
 from otaro.sources.base import quiet
 from otaro.tune import resume
 from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_signature, settings
-from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
+from otaro.tune.config import DEEPSPEED_REFUSED, TIERS_SHARDED, TuneArguments
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.refresh import Refresher
-from otaro.tune.tiers import add_tiers, settle_model, tier_loss
+from otaro.tune.tiers import Shares, add_tiers, average_gradients, settle_model, tier_loss
 
 # How torch's allocators say that memory ran out where they raise no error class of their own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -69,6 +69,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self._asked_to_stop = False
         self._update_losses: dict[Precision | None, Tensor] = {}
         self._predictions: Tensor | None = None
+        self._shares: Shares | None = None
+        self._batches_done = 0
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
             convert.simulate(model, args.format, args.floor)
         self._layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
@@ -83,15 +85,15 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self.tiers:
             if any(not parameter.requires_grad for parameter in model.parameters()):
                 raise OtaroError("tiers need every weight to be trained: choose another method for adapters")
-            if args.world_size > 1:
-                raise OtaroError("tiers are trained by one process so far: choose the method bps for several")
-            add_tiers(model, self.tiers)
+            add_tiers(model, self.tiers, max(self.path.widths))
         # Taken now: sharding changes the classes of modules.
         self.signature = model_signature(model)
         self._refresh = Refresher(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
         super().__init__(model=model, args=args, **options)
         if self.is_deepspeed_enabled:
             raise OtaroError(DEEPSPEED_REFUSED)
+        if self.tiers and self.is_fsdp_enabled:
+            raise OtaroError(TIERS_SHARDED)
         self.path_callback = PathCallback(self)
         self.add_callback(self.path_callback)
         if progress is not None:
@@ -139,32 +141,56 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self._predictions = outputs.logits.detach()
         return loss
 
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        """The Trainer's: all batches of an update; what each tier has to predict in them is counted."""
+        batches, items = super().get_batch_samples(*args, **options)
+        if self.tiers:
+            size = self.args.train_batch_size
+            self._shares = Shares(len(self.tiers), self.state.global_step, size, self.accelerator)
+            self._shares.count(batches)
+            self._batches_done = 0
+        return batches, items
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The Trainer's, adding up the loss: each micro-batch returns its share of the update's."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._add_loss(self._layers[0].precision, loss)
-        if self.tiers:
+        if not self.tiers:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            self._add_loss(self._layers[0].precision, loss)
+            return loss
+        # DDP waits for the gradients of all weights in every pass, but each pass has those of one tier only.
+        with self.accelerator.no_sync(model):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            self._add_loss(self._layers[0].precision, loss)
             self._train_tiers(model, self._prepare_inputs(inputs))
+        if self.accelerator.num_processes > 1 and self.accelerator.sync_gradients:
+            average_gradients(model)
         return loss
 
     def _train_tiers(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """The tiers share the batch among them, taking turns with its parts; each learns from the pass before."""
+        """Each tier goes through its share of a micro-batch and learns from the pass before."""
         teacher, self._predictions = self._predictions, None
         assert teacher is not None
+        assert self._shares is not None
         before = self._layers[0].precision
         for index, width in enumerate(self.tiers):
-            rows = slice((index + self.state.global_step) % len(self.tiers), None, len(self.tiers))
-            part = {name: value[rows] for name, value in inputs.items()}
-            if not len(part["input_ids"]):
+            tokens = self._shares.tokens[index]
+            if tokens == 0:
                 continue
-            self.set_width(width)
-            with self.compute_loss_context_manager():
-                labels = part.pop("labels")
-                outputs = model(**part, use_cache=False)
-                loss, cross_entropy = tier_loss(outputs.logits, teacher[rows], labels, self.args.distillation)
-            share = len(self.tiers) * self.current_gradient_accumulation_steps
-            self.accelerator.backward(loss / share)
-            self._add_loss(width, cross_entropy / self.current_gradient_accumulation_steps)
+            rows = self._shares.rows(index, self._batches_done)
+            part = {name: value[rows] for name, value in inputs.items()}
+            cross_entropy = torch.zeros((), device=teacher.device)
+            if len(part["input_ids"]):
+                self.set_width(width)
+                # Gradients and losses are averaged over the processes, these are parts of a sum.
+                scale = self.accelerator.num_processes / tokens
+                with self.compute_loss_context_manager():
+                    labels = part.pop("labels")
+                    outputs = model(**part, use_cache=False)
+                    loss, cross_entropy = tier_loss(outputs.logits, teacher[rows], labels, self.args.distillation)
+                self.accelerator.backward(loss * (scale / len(self.tiers)))
+                cross_entropy = cross_entropy * scale
+            self._add_loss(width, cross_entropy)
+        self._batches_done += 1
         self.set_width(before)
 
     def _add_loss(self, width: Precision | None, loss: Tensor) -> None:
