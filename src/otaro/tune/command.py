@@ -139,6 +139,12 @@ def tune(
         "embedding_floor": embedding_floor,
     }
     options = {**find_recipe(recipe), **{name: value for name, value in given.items() if value is not None}}
+    if method is None and options["method"] == "tiers":
+        reason = no_tiers(lora, options["scheme"])
+        if reason is not None:
+            options["method"] = "bps"
+            if _is_first():
+                note(f"{reason}, so the method is bps")
     args = TuneArguments(
         **options,
         output_dir=str(work),
@@ -184,6 +190,19 @@ def tune(
     )
     if _is_first():
         note(f"The tuned model is in {out}: pack it with otaro pack {out} {out}-packed{pack_options(args)}")
+
+
+def no_tiers(lora: int | None, scheme: str) -> str | None:
+    """Why a run cannot use the method tiers, should a recipe name it; None where it can."""
+    if lora is not None:
+        return "adapters have no tiers"
+    if scheme != "nested":
+        return f"the scheme {scheme} has no tiers"
+    return "tiers cannot be sharded" if _is_sharded() else None
+
+
+def _is_sharded() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
 
 
 def _is_first() -> bool:
@@ -232,7 +251,7 @@ def run(
         longest = context_length(source.model)
         blocks = load_blocks(data, tokenizer, sequence_length, longest=longest, layout=layout)
         network = load_model(source, progress)
-        if lora is not None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
+        if lora is not None and _is_sharded():
             raise OtaroError("adapters cannot be merged into sharded weights: use LoRA with DDP, not with FSDP")
         if lora is not None:
             network = add_adapters(network, args.format, args.floor, rank=lora)
