@@ -161,19 +161,17 @@ def test_adapters_are_trained_and_merged(tiny_llama: Path, book: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "options, sharded, method, said",
+    "options, method, said",
     [
-        ((), False, "tiers", None),
-        (("--lora", 4), False, "bps", "adapters have no tiers, so the method is bps"),
-        (("--scheme", "nearest"), False, "bps", "the scheme nearest has no tiers, so the method is bps"),
-        ((), True, "bps", "tiers cannot be sharded, so the method is bps"),
-        (("--lora", 4, "--method", "tiers"), False, "tiers", None),
-        (("--lora", 4, "--method", "uniform"), False, "uniform", None),
+        ((), "tiers", None),
+        (("--lora", 4), "bps", "adapters have no tiers, so the method is bps"),
+        (("--scheme", "nearest"), "bps", "the scheme nearest has no tiers, so the method is bps"),
+        (("--lora", 4, "--method", "tiers"), "tiers", None),
+        (("--lora", 4, "--method", "uniform"), "uniform", None),
     ],
 )
 def test_where_a_recipe_cannot_have_tiers(
     options: tuple[Any, ...],
-    sharded: bool,
     method: str,
     said: str | None,
     book: Path,
@@ -186,7 +184,6 @@ def test_where_a_recipe_cannot_have_tiers(
     seen: list[str] = []
     monkeypatch.setitem(RECIPES, "default", {**RECIPES["default"], "method": "tiers"})
     monkeypatch.setattr("otaro.tune.command.run", lambda model, out, args, *rest, **named: seen.append(args.method))
-    monkeypatch.setattr("otaro.tune.command._is_sharded", lambda: sharded)
     assert command("smollm2", tmp_path / "tuned", *short(book), *options) == 0
     assert seen == [method]
     printed = capsys.readouterr().err

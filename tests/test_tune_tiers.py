@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from architectures import random_model
 from hard_weights import FORMATS
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from tuning import Blocks, arguments, trainer
 
 from otaro import convert, sefp
@@ -339,18 +338,6 @@ def test_only_widths_that_are_wanted(widths: str, passes: list[Precision], tiers
         fixed.train()
         for name, value in fixed.model.state_dict().items():
             assert torch.equal(value, run.model.state_dict()[name])
-
-
-def test_sharding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Trainer.__init__
-
-    def sharded(self: Trainer, *args: Any, **options: Any) -> None:
-        original(self, *args, **options)
-        self.is_fsdp_enabled = True
-
-    monkeypatch.setattr(Trainer, "__init__", sharded)
-    with pytest.raises(OtaroError, match="sharded"):
-        trainer(tmp_path, method="tiers")
 
 
 def test_too_many_tiers_are_refused(tmp_path: Path) -> None:

@@ -196,13 +196,7 @@ def no_tiers(lora: int | None, scheme: str) -> str | None:
     """Why a run cannot use the method tiers, should a recipe name it; None where it can."""
     if lora is not None:
         return "adapters have no tiers"
-    if scheme != "nested":
-        return f"the scheme {scheme} has no tiers"
-    return "tiers cannot be sharded" if _is_sharded() else None
-
-
-def _is_sharded() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+    return None if scheme == "nested" else f"the scheme {scheme} has no tiers"
 
 
 def _is_first() -> bool:
@@ -236,6 +230,7 @@ def run(
     from otaro.tune.data import load_blocks, make_collator, text_blocks
     from otaro.tune.model import add_adapters, load_model, merge_adapters, save_model
     from otaro.tune.resume import checkpoints, last_complete
+    from otaro.tune.tiers import without_tiers
     from otaro.tune.trainer import OtaroTrainer
 
     work = Path(args.output_dir)
@@ -251,7 +246,7 @@ def run(
         longest = context_length(source.model)
         blocks = load_blocks(data, tokenizer, sequence_length, longest=longest, layout=layout)
         network = load_model(source, progress)
-        if lora is not None and _is_sharded():
+        if lora is not None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
             raise OtaroError("adapters cannot be merged into sharded weights: use LoRA with DDP, not with FSDP")
         if lora is not None:
             network = add_adapters(network, args.format, args.floor, rank=lora)
@@ -275,7 +270,9 @@ def run(
                 note(f"stopped after {trainer.state.global_step} updates: add --resume to the same command to go on")
             raise typer.Exit(EXIT_STOPPED)
         widths = list(Precision)
-        state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+        state = None
+        if trainer.is_fsdp_enabled:
+            state = without_tiers(trainer.accelerator.get_state_dict(trainer.model))
         final = trainer.accelerator.unwrap_model(trainer.model)
         if lora is not None:
             final = trainer.model = merge_adapters(final)

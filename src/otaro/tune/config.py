@@ -26,8 +26,6 @@ DEEPSPEED_REFUSED = (
     "use the accelerate configs for DDP or FSDP2 instead"
 )
 
-TIERS_SHARDED = "tiers cannot be sharded so far: use DDP, where every process has all weights, or the method bps"
-
 
 @dataclass
 class TuneArguments(TrainingArguments):  # type: ignore[misc]

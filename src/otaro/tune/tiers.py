@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from otaro import sefp
 from otaro.errors import OtaroError
@@ -42,7 +44,7 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision =
     """
     if any(width >= widest for width in widths):
         raise OtaroError(f"the tier of {widest} is the weight itself: name narrower widths")
-    shared: dict[int, dict[Precision, nn.Parameter]] = {}
+    shared: dict[int, list[tuple[Precision, nn.Module, str]]] = {}
     for module in model.modules():
         if not isinstance(module, FakeSefp):
             continue
@@ -54,12 +56,12 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision =
                 continue
             if id(weight) not in shared:
                 deciding = sorted({max(width, module.floor) for width in widths if module.floor < widest})
-                shared[id(weight)] = {width: nn.Parameter(weight.detach().clone()) for width in deciding}
-                for width, tier in shared[id(weight)].items():
-                    module.register_parameter(f"{name}_{width}", tier)
+                shared[id(weight)] = [(width, module, f"{name}_{width}") for width in deciding]
+                for _, _, tier in shared[id(weight)]:
+                    module.register_parameter(tier, nn.Parameter(weight.detach().clone()))
             if shared[id(weight)]:
-                found[name] = tuple(shared[id(weight)].items())
-        module.__dict__["tiers"] = found
+                found[name] = tuple(shared[id(weight)])
+        module.__dict__["tier_places"] = found
 
 
 def tier_loss(logits: Tensor, teacher: Tensor, labels: Tensor, distillation: float) -> tuple[Tensor, Tensor]:
@@ -122,27 +124,49 @@ def average_gradients(model: nn.Module) -> None:
 
 @torch.no_grad()
 def settle_model(model: nn.Module) -> int:
-    """Make ordinary weights of a model's tiers, in place; returns how many groups did not keep a tier's bits."""
+    """Make ordinary weights of a model's tiers, in place; returns how many groups did not keep a tier's bits.
+
+    Of sharded weights a process settles its own rows and counts their groups. Their tiers stay where they are, since
+    what shards them would put them back: :func:`without_tiers` leaves them out of what is saved.
+    """
     lost = 0
     settled: set[int] = set()
+    layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
     for module in model.modules():
-        if not isinstance(module, FakeSefp) or not module.tiers:
-            continue
-        fused: dict[str, bool] = getattr(module, "fused", {})
-        for name, tiers in module.tiers.items():
-            weight: Any = module._parameters[name]
-            if id(weight) not in settled:
-                settled.add(id(weight))
-                turned = fused.get(name, False)
-                given = weight.transpose(-1, -2).contiguous() if turned else weight
-                theirs = [(width, tier.transpose(-1, -2).contiguous() if turned else tier) for width, tier in tiers]
-                result, moved = settle(given, module.format, theirs)
-                weight.copy_(result.transpose(-1, -2) if turned else result)
-                lost += moved
-            for width, _ in tiers:
-                module._parameters.pop(f"{name}_{width}", None)
-        module.__dict__["tiers"] = {}
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for layer in layers:
+        fused: dict[str, bool] = getattr(layer, "fused", {})
+        for name, tiers in layer.tiers.items():
+            weight: Any = layer._parameters[name]
+            if id(weight) in settled:
+                continue
+            settled.add(id(weight))
+            turned = fused.get(name, False)
+            given, *theirs = (own_rows(tensor, turned) for tensor in (weight, *(tier for _, tier in tiers)))
+            listed = [(width, tier) for (width, _), tier in zip(tiers, theirs, strict=True)]
+            result, moved = settle(given.contiguous(), layer.format, listed)
+            given.copy_(result)
+            lost += moved
+    for layer in layers:
+        for places in layer.tier_places.values():
+            for _, owner, tier in places:
+                if not isinstance(owner._parameters.get(tier), DTensor):
+                    owner._parameters.pop(tier, None)
+        layer.__dict__["tier_places"] = {}
     return lost
+
+
+def own_rows(weight: Tensor, turned: bool) -> Tensor:
+    """What this process holds of a weight, its groups along the last dimension."""
+    own: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+    return own.transpose(-1, -2) if turned else own
+
+
+def without_tiers(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model's state less the tiers in it."""
+    names = tuple(f"_{width}" for width in Precision)
+    return {name: value for name, value in state.items() if not name.endswith(names)}
 
 
 def settle(weight: Tensor, format: Format, tiers: Tiers) -> tuple[Tensor, int]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
@@ -32,7 +33,8 @@ from otaro.precision import Precision
 from otaro.sources.base import quiet
 from otaro.tune import resume
 from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_signature, settings
-from otaro.tune.config import DEEPSPEED_REFUSED, TIERS_SHARDED, TuneArguments
+from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
+from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import Shares, add_tiers, average_gradients, settle_model, tier_loss
@@ -92,8 +94,6 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         super().__init__(model=model, args=args, **options)
         if self.is_deepspeed_enabled:
             raise OtaroError(DEEPSPEED_REFUSED)
-        if self.tiers and self.is_fsdp_enabled:
-            raise OtaroError(TIERS_SHARDED)
         self.path_callback = PathCallback(self)
         self.add_callback(self.path_callback)
         if progress is not None:
@@ -158,11 +158,12 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             self._add_loss(self._layers[0].precision, loss)
             return loss
         # DDP waits for the gradients of all weights in every pass, but each pass has those of one tier only.
-        with self.accelerator.no_sync(model):
+        copies = isinstance(model, DistributedDataParallel)
+        with self.accelerator.no_sync(model) if copies else nullcontext():
             loss = super().training_step(model, inputs, num_items_in_batch)
             self._add_loss(self._layers[0].precision, loss)
             self._train_tiers(model, self._prepare_inputs(inputs))
-        if self.accelerator.num_processes > 1 and self.accelerator.sync_gradients:
+        if copies and self.accelerator.sync_gradients:
             average_gradients(model)
         return loss
 
@@ -178,6 +179,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 continue
             rows = self._shares.rows(index, self._batches_done)
             part = {name: value[rows] for name, value in inputs.items()}
+            if self.is_fsdp_enabled and not len(part["input_ids"]):
+                # Processes gather each other's weights in every pass: one without a share goes along and adds nothing.
+                rows = slice(0, 1)
+                part = {name: value[rows] for name, value in inputs.items()}
+                part["labels"] = torch.full_like(part["labels"], IGNORED)
             cross_entropy = torch.zeros((), device=teacher.device)
             if len(part["input_ids"]):
                 self.set_width(width)
@@ -227,6 +233,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             if self.tiers and not self.interrupted:
                 self.set_width(None)
                 self.unsettled = settle_model(self.model)
+                if self.is_fsdp_enabled:
+                    counts = torch.tensor([self.unsettled], device=self.args.device)
+                    self.unsettled = int(self.accelerator.reduce(counts, "sum"))
                 self.tiers = []
             return result
         except (MemoryError, RuntimeError) as error:
