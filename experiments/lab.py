@@ -65,6 +65,12 @@ class Idea:
     """Update after every pass instead of once a batch."""
     tiers: tuple[Precision, ...] = ()
     """The widths with weights of their own, narrowest first (see `otaro.tune.tiers`)."""
+    mixed: tuple[tuple[Precision, Precision, float], ...] = ()
+    """(from, to, share): the tier `to` also gets this share of the gradient of the tier `from`."""
+    carried: tuple[tuple[Precision, float], ...] = ()
+    """(tier, share): the tier also moves by this share of every step that the weight itself takes."""
+    released: bool = False
+    """Where the E5M3 tier's cell holds an E5M4 weight back, its gradient goes to the E5M3 tier."""
     needs_losses: bool = False
     schedule: str = "cosine"
     sgd: bool = False
@@ -109,6 +115,7 @@ class Lab:
             # Captured passes and tables know where tiers lay.
             self.graphs.clear()
             self.trained, self.measured = Refresher(self.model, self.half), Refresher(self.model)
+        self.releasing: Any = None
         self.widths_of_tiers = tiers
 
     def use(self, width: Precision | None, refresh: Refresher, format: Format) -> None:
@@ -233,6 +240,72 @@ class Lab:
             torch._foreach_copy_([parameter.grad for parameter in self.model.parameters()], held)
         return losses, taught
 
+    def _tier_gradients(self) -> dict[Precision, dict[int, Tensor]]:
+        """The gradients of each tier by the number of the layer they belong to; E5M8 stands for the weight itself."""
+        found: dict[Precision, dict[int, Tensor]] = {}
+        seen: set[int] = set()
+        for number, layer in enumerate(self.layers):
+            if id(layer.weight) in seen:
+                continue
+            seen.add(id(layer.weight))
+            for width, tier in (*layer.tiers["weight"], (Precision.E5M8, layer.weight)):
+                found.setdefault(width, {})[number] = tier.grad
+        return found
+
+    @torch.no_grad()
+    def mix(self, mixed: Sequence[tuple[Precision, Precision, float]]) -> None:
+        """Pass gradients from tier to tier; every share is of what a tier had from its own passes."""
+        gradients = self._tier_gradients()
+        own = {
+            width: {n: g.clone() for n, g in gradients[width].items()} for width in {source for source, _, _ in mixed}
+        }
+        for source, target, share in mixed:
+            both = sorted(own[source].keys() & gradients[target].keys())
+            torch._foreach_add_([gradients[target][n] for n in both], [own[source][n] for n in both], alpha=share)
+
+    @torch.no_grad()
+    def carry(self, before: list[Tensor], shares: dict[Precision, float]) -> None:
+        """Move the tiers by their shares of the step that the weights have just taken."""
+        moved = [layer.weight.detach() for layer in self.layers]
+        torch._foreach_sub_(before, moved)
+        seen: set[int] = set()
+        for width, share in shares.items():
+            tiers, steps = [], []
+            for layer, step in zip(self.layers, before, strict=True):
+                tier = dict(layer.tiers["weight"]).get(width)
+                if tier is not None and id(tier) not in seen:
+                    seen.add(id(tier))
+                    tiers.append(tier)
+                    steps.append(step)
+            torch._foreach_add_(tiers, steps, alpha=-share)
+
+    @torch.no_grad()
+    def release(self, format: Format) -> None:
+        """Give the gradients of the E5M4 weights that the E5M3 tier's cells hold back to that tier."""
+        from otaro.ops import gpu
+
+        held = {
+            number: dict(layer.tiers["weight"])
+            for number, layer in enumerate(self.layers)
+            if len(layer.tiers["weight"]) == 2
+        }
+        narrow, wide = Precision.E5M3, Precision.E5M4
+        weights = [self.layers[number].weight.detach() for number in held]
+        if self.releasing is None:
+            free, bound = ([torch.empty_like(w, dtype=self.half or w.dtype) for w in weights] for _ in range(2))
+            tiers = [(width, [of[width].detach() for of in held.values()]) for width in (narrow, wide)]
+            self.releasing = (
+                gpu.prepare(weights, free, format.group_size, tiers[1:]),
+                gpu.prepare(weights, bound, format.group_size, tiers),
+                free,
+                bound,
+            )
+        for batch in self.releasing[:2]:
+            gpu.run(batch, wide, format, sliced=True)
+        for of, free, bound in zip(held.values(), *self.releasing[2:], strict=True):
+            apart = (free != bound).to(of[wide].grad.dtype)
+            of[narrow].grad.addcmul_(apart, of[wide].grad)
+
     def tune(
         self, idea: Idea, blocks: Tensor, steps: int, batch: int, seed: int, targets: Tensor | None = None
     ) -> dict[str, Any]:
@@ -281,11 +354,18 @@ class Lab:
                 measured, taught = self.passes(ids, aims, part, idea.format, idea.normalise, taught)
                 if idea.needs_losses:
                     losses.update({width: float(loss) for width, loss in measured.items()})
+                if idea.released:
+                    self.release(idea.format)
+                if idea.mixed:
+                    self.mix(idea.mixed)
                 if idea.clip:
                     nn.utils.clip_grad_norm_(parameters, idea.clip)
                 if isinstance(optimizer, DelayedOptimizer):
                     optimizer.width = part[0].width
+                before = [layer.weight.detach().clone() for layer in self.layers] if idea.carried else []
                 optimizer.step()
+                if idea.carried:
+                    self.carry(before, dict(idea.carried))
                 optimizer.zero_grad(set_to_none=False)
             if idea.average and number >= steps * (1 - idea.average):
                 count += 1
