@@ -27,7 +27,7 @@ from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import add_tiers, settle_model
 
-PLAIN = Format()
+PLAIN = Format(polarity=False, exponent_by_error=None)
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,8 @@ def turns(high: Any = M8, *, teacher: float = 0.5) -> Any:
 
 
 LOW = {M5: 0.1, M4: 0.35, M3: 0.55}
-REFINED4 = Format(polarity=True, exponent_by_error=M4)
-REFINED5 = Format(polarity=True, exponent_by_error=M5)
+REFINED4 = Format(exponent_by_error=M4)
+REFINED5 = Format()
 TIERS = (M3, M4)
 UNIFORM = dict.fromkeys(Precision, 1.0)
 
@@ -177,7 +177,7 @@ def ideas(only: str) -> dict[str, Idea]:
             "6e-4, pair, half teacher": Idea(pair(M8, LOW, teacher=0.5), 6e-4, format=REFINED5),
             "plain format": Idea(pair(M8, LOW, teacher=0.5), 3e-4),
             "refined@M4": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=REFINED4),
-            "group 32": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=Format("nested", 32, True, M5)),
+            "group 32": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=Format("nested", 32)),
             "M6 as the high width": Idea(pair(M6, LOW, teacher=0.5), 3e-4, format=REFINED5),
             "plain format, fixed M3": Idea(fixed(M3), 3e-4),
             "plain format, fixed M4": Idea(fixed(M4), 3e-4),
