@@ -24,6 +24,7 @@ from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
+from otaro.tune.distillation import loss_and_gradient
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import add_tiers, settle_model
 
@@ -94,7 +95,7 @@ class Lab:
         self.captured = compiled
         self.graphs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self.pool: Any = None
-        self.loss: Any = self._loss
+        self.loss: Any = loss_and_gradient
         self.score: Any = self._score
         if compiled:
             # One graph for each use (trained, measured, with and without values); shapes never vary within one.
@@ -102,7 +103,7 @@ class Lab:
             torch._dynamo.config.recompile_limit = 64
             for layer in self.model.model.layers:
                 layer.compile()
-            self.loss, self.score = torch.compile(self._loss), torch.compile(self._score)
+            self.loss, self.score = torch.compile(loss_and_gradient), torch.compile(self._score)
 
     def reset(self, format: Format, tiers: tuple[Precision, ...] = ()) -> None:
         """Begin anew, with these tiers."""
@@ -125,21 +126,6 @@ class Lab:
             layer.format = format
         refresh()
 
-    def _loss(
-        self, hidden: Tensor, targets: Tensor, teacher: Tensor | None, labels: float, distilled: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self.model.lm_head(hidden[:, :-1])
-        values = logits.float()
-        wanted = targets[:, 1:]
-        cross_entropy = nn.functional.cross_entropy(values.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
-        if teacher is None:
-            return cross_entropy * labels, cross_entropy.detach(), logits
-        log_teacher = teacher.float().log_softmax(-1)
-        divergence = (log_teacher.exp() * (log_teacher - values.log_softmax(-1))).sum(-1)
-        predicted = (wanted != IGNORED).float()
-        divergence = (divergence * predicted).sum() / predicted.sum()
-        return labels * cross_entropy + distilled * divergence, cross_entropy.detach(), logits
-
     def _score(self, hidden: Tensor, ids: Tensor) -> Tensor:
         logits = self.model.lm_head(hidden[:, :-1]).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
@@ -160,10 +146,14 @@ class Lab:
     def _compute(self, ids: Tensor, targets: Tensor, teacher: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
         """Add the gradient of a pass to the parameters'; its cross entropy and its predictions."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half is not None, cache_enabled=False):
-            hidden = self.hidden(ids)
-            loss, cross_entropy, logits = self.loss(hidden, targets, teacher, step.labels, step.teacher)
-        (loss * step.weight).backward()
-        return cross_entropy, logits.detach()
+            logits = self.model.lm_head(self.hidden(ids)).flatten(0, 1)
+        wanted = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
+        given = None if teacher is None else teacher.flatten(0, 1)
+        count = (wanted != IGNORED).sum()
+        labels, taught = step.weight * step.labels, step.weight * step.teacher
+        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count)
+        logits.backward(gradient)
+        return cross_entropy, logits.detach().view(*ids.shape, -1)
 
     def _captured(
         self, ids: Tensor, targets: Tensor, teacher: Tensor | None, step: Pass, key: tuple[Any, ...]
