@@ -179,10 +179,7 @@ def test_where_a_recipe_cannot_have_tiers(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from otaro.tune.config import RECIPES
-
     seen: list[str] = []
-    monkeypatch.setitem(RECIPES, "default", {**RECIPES["default"], "method": "tiers"})
     monkeypatch.setattr("otaro.tune.command.run", lambda model, out, args, *rest, **named: seen.append(args.method))
     assert command("smollm2", tmp_path / "tuned", *short(book), *options) == 0
     assert seen == [method]

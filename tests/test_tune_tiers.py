@@ -17,6 +17,8 @@ from otaro.errors import OtaroError
 from otaro.nn import FakeSefpEmbedding, FakeSefpLinear
 from otaro.precision import Precision
 from otaro.sefp import Format, Tiers
+from otaro.tune.data import IGNORED
+from otaro.tune.distillation import distilled_loss
 from otaro.tune.tiers import add_tiers, settle, settle_model
 from otaro.tune.trainer import OtaroTrainer
 
@@ -177,6 +179,15 @@ def test_only_nested_has_tiers() -> None:
         add_tiers(layer, [M3])
 
 
+def share_by_hand(model: nn.Module) -> None:
+    """Three twentieths of the widest width's gradient for E5M3, half of it for E5M4."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        for width, share in (("E5M3", 0.15), ("E5M4", 0.5)):
+            if name.endswith(f"_{width}"):
+                parameter.grad = parameter.grad + share * parameters[name.removesuffix(f"_{width}")].grad
+
+
 def test_a_run_by_hand(tmp_path: Path) -> None:
     """What the trainer does, in plain torch: the same weights."""
     run = trainer(tmp_path, method="tiers", max_steps=3, per_device_train_batch_size=4, distillation=0.5)
@@ -196,6 +207,7 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
             expected = teacher[rows, :-1].softmax(-1)
             divergence = (expected * (expected.log() - logits.log_softmax(-1))).sum(-1).mean()
             ((0.5 * cross_entropy + 0.5 * divergence) / 2).backward()
+        share_by_hand(model)
         optimizer.step()
         optimizer.zero_grad()
     settle_model(model)
@@ -269,7 +281,8 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
 
 def test_sequences_without_a_label_do_not_count(tmp_path: Path) -> None:
     """Tokens are counted over an update, not averaged over its batches."""
-    run = trainer(tmp_path, method="tiers", max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    run = trainer(tmp_path, method="tiers", max_steps=1, distillation=1.0, **sizes)
     labels = Blocks().ids.clone()
     labels[:6, :-2] = -100
     run.train_dataset = [{"input_ids": ids, "labels": label} for ids, label in zip(Blocks().ids, labels, strict=True)]
@@ -288,6 +301,7 @@ def test_sequences_without_a_label_do_not_count(tmp_path: Path) -> None:
         found = model(input_ids=ids[rows]).logits[:, :-1][marked].log_softmax(-1)
         expected = outputs.logits.detach()[rows, :-1][marked].softmax(-1)
         ((expected * (expected.log() - found)).sum(-1).mean() / 2).backward()
+    share_by_hand(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.sub_(0.05 * parameter.grad)
@@ -338,6 +352,26 @@ def test_only_widths_that_are_wanted(widths: str, passes: list[Precision], tiers
         fixed.train()
         for name, value in fixed.model.state_dict().items():
             assert torch.equal(value, run.model.state_dict()[name])
+
+
+@pytest.mark.parametrize("distillation", [0.0, 0.75, 1.0])
+def test_the_taught_loss_has_the_gradient_that_autograd_finds(distillation: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits, teacher = torch.randn(2, 3, 200, 50, generator=generator).mul(2)
+    labels = torch.randint(0, 50, (3, 200), generator=generator)
+    labels[0, :150] = IGNORED
+    logits.requires_grad_()
+    loss, cross_entropy = distilled_loss(logits, teacher, labels, distillation)
+    (found,) = torch.autograd.grad(3 * loss, logits)
+    chosen = labels[:, 1:] != IGNORED
+    values = logits[:, :-1][chosen].log_softmax(-1)
+    expected = nn.functional.nll_loss(values, labels[:, 1:][chosen], reduction="sum")
+    torch.testing.assert_close(cross_entropy, expected.detach())
+    divergence = nn.functional.kl_div(values, teacher[:, :-1][chosen].log_softmax(-1), reduction="sum", log_target=True)
+    wanted = (1 - distillation) * expected + distillation * divergence
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found, torch.autograd.grad(3 * wanted, logits)[0], rtol=1e-4, atol=1e-6)
+    assert not cross_entropy.requires_grad
 
 
 def test_too_many_tiers_are_refused(tmp_path: Path) -> None:

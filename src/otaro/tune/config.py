@@ -42,7 +42,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     ultra_low: str = field(default="E5M4,E5M3", metadata={"help": "The widths whose gradients are held."})
     tiers: str = field(default="E5M4,E5M3", metadata={"help": "The widths with weights of their own (tiers only)."})
     distillation: float = field(
-        default=1.0,
+        default=0.75,
         metadata={"help": "How much of a tier's loss is the divergence from the widest width (tiers only)."},
     )
     scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
@@ -147,16 +147,17 @@ RECIPES: dict[str, dict[str, Any]] = {
         "scheme": "nearest",
         "group_size": 64,
     },
-    # What held up best so far (docs/tuning.md): LAA costs quality under Adam, so ultra-low widths do not wait.
-    # For the method otaro the mean of held gradients, since a sum would only inflate Adam's second moment.
+    # What held up best (docs/tuning.md, docs/results.md). The learning rate is that of a model with a hidden size of
+    # REFERENCE_SIZE: see `scaled_learning_rate`. For the method otaro the mean of held gradients: a sum would inflate
+    # Adam's second moment.
     "default": {
         "optim": "adamw_torch",
-        "learning_rate": 3e-5,
+        "learning_rate": 3e-4,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.03,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
-        "method": "bps",
+        "method": "tiers",
         "exploration": 5.0,
         "delay": 10,
         "delay_apply": "mean",
@@ -164,6 +165,14 @@ RECIPES: dict[str, dict[str, Any]] = {
         "group_size": 64,
     },
 }
+
+
+REFERENCE_SIZE = 576
+
+
+def scaled_learning_rate(learning_rate: float, hidden_size: int) -> float:
+    """The recipe's learning rate for a model of that width: wider layers take smaller steps, in proportion."""
+    return learning_rate * REFERENCE_SIZE / hidden_size
 
 
 def recipe(name: str) -> dict[str, Any]:

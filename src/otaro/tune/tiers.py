@@ -10,6 +10,10 @@ keep their own place except where a cell they were in is given up, and then move
 When tuning ends, :func:`settle` makes ordinary weights of the tiers: ones whose own codes are the codes of the tiers at
 every width. They are saved and packed like any others, and nothing of the tiers is left.
 
+Most of what there is to learn is the same at every width, and the widest width sees the whole batch where a tier sees a
+part of it. So a tier also takes a share of the widest width's gradient (:data:`GRADIENT_SHARE`): less at E5M3, whose
+gradient has the least in common with it.
+
 Exponents come from the widest tier. Settled weights could have another exponent where the largest weight of a group was
 moved, so settling repeats with the settled weights' exponents until they stay.
 """
@@ -33,6 +37,10 @@ from otaro.sefp import Format, Tiers
 from otaro.tune.data import IGNORED
 
 ROUNDS = 8
+
+GRADIENT_SHARE = {Precision.E5M3: 0.15}
+"""What a tier takes of the widest width's gradient beside its own; docs/results.md has the trials."""
+GRADIENT_SHARE_WIDER = 0.5
 
 
 def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision = WIDEST) -> None:
@@ -62,21 +70,6 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision =
             if shared[id(weight)]:
                 found[name] = tuple(shared[id(weight)])
         module.__dict__["tier_places"] = found
-
-
-def tier_loss(logits: Tensor, teacher: Tensor, labels: Tensor, distillation: float) -> tuple[Tensor, Tensor]:
-    """What a tier learns from, and its cross entropy: sums over the predicted tokens.
-
-    `distillation` is the share of the KL divergence from the teacher's predictions, the rest is the cross entropy.
-    """
-    chosen = labels[:, 1:] != IGNORED
-    found = logits[:, :-1][chosen].float()
-    cross_entropy = nn.functional.cross_entropy(found, labels[:, 1:][chosen], reduction="sum")
-    if distillation == 0:
-        return cross_entropy, cross_entropy.detach()
-    expected = teacher[:, :-1][chosen].float().log_softmax(-1)
-    divergence = nn.functional.kl_div(found.log_softmax(-1), expected, reduction="sum", log_target=True)
-    return distillation * divergence + (1 - distillation) * cross_entropy, cross_entropy.detach()
 
 
 class Shares:
@@ -120,6 +113,26 @@ def average_gradients(model: nn.Module) -> None:
         waiting.append(distributed.all_reduce(parameter.grad, async_op=True))
     for work in waiting:
         work.wait()
+
+
+@torch.no_grad()
+def share_gradients(model: nn.Module) -> None:
+    """Give the tiers their shares of the gradient of the weight they belong to, once an update's passes are done."""
+    given: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+    seen: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, FakeSefp):
+            continue
+        for name, tiers in module.tiers.items():
+            weight = module._parameters[name]
+            for width, tier in tiers:
+                if id(tier) not in seen and weight is not None and weight.grad is not None and tier.grad is not None:
+                    seen.add(id(tier))
+                    targets, sources = given.setdefault(GRADIENT_SHARE.get(width, GRADIENT_SHARE_WIDER), ([], []))
+                    targets.append(tier.grad)
+                    sources.append(weight.grad)
+    for share, (targets, sources) in given.items():
+        torch._foreach_add_(targets, sources, alpha=share)
 
 
 @torch.no_grad()

@@ -36,8 +36,9 @@ from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_sig
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
+from otaro.tune.distillation import distilled_loss
 from otaro.tune.refresh import Refresher
-from otaro.tune.tiers import Shares, add_tiers, average_gradients, settle_model, tier_loss
+from otaro.tune.tiers import Shares, add_tiers, average_gradients, settle_model, share_gradients
 
 # How torch's allocators say that memory ran out where they raise no error class of their own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -163,8 +164,10 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             loss = super().training_step(model, inputs, num_items_in_batch)
             self._add_loss(self._layers[0].precision, loss)
             self._train_tiers(model, self._prepare_inputs(inputs))
-        if copies and self.accelerator.sync_gradients:
-            average_gradients(model)
+        if self.accelerator.sync_gradients:
+            if copies:
+                average_gradients(model)
+            share_gradients(model)
         return loss
 
     def _train_tiers(self, model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -192,7 +195,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 with self.compute_loss_context_manager():
                     labels = part.pop("labels")
                     outputs = model(**part, use_cache=False)
-                    loss, cross_entropy = tier_loss(outputs.logits, teacher[rows], labels, self.args.distillation)
+                    loss, cross_entropy = distilled_loss(outputs.logits, teacher[rows], labels, self.args.distillation)
                 self.accelerator.backward(loss * (scale / len(self.tiers)))
                 cross_entropy = cross_entropy * scale
             self._add_loss(width, cross_entropy)
@@ -245,6 +248,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 f"memory ran out in training at batches of {self.args.per_device_train_batch_size}: lower the batch "
                 "size (gradient accumulation makes up for it) or the sequence length, turn on gradient checkpointing "
                 "or bf16, or train adapters with LoRA"
+                + (", or choose the method bps, which needs a third of the memory for weights" if self.tiers else "")
             ) from error
         finally:
             self.set_width(None)
