@@ -5,6 +5,8 @@ before an update makes that update's batches compute with the weights that width
 which width; the loss it gave goes back to the path. For the method ``otaro`` the optimizer lets ultra-low widths wait.
 All of it is in the checkpoint: the path in trainer_state.json, held gradients in the optimizer's state.
 
+The method ``tiers`` makes several passes an update, one for each set of weights (see `otaro.tune.tiers`).
+
 With several processes the loss of an update is reduced over all of them before the path sees it, so every process
 chooses the same width without being told.
 """
