@@ -22,12 +22,11 @@ import common
 import numpy as np
 import torch
 from lab import Idea, Lab
-from recipe_search import REFINED5, fixed, split
+from recipe_search import REFINED5, chosen, fixed
 from zero_shot_score import batches, score
 
 from otaro.precision import Precision
 
-M3, M4 = Precision.E5M3, Precision.E5M4
 RATE = 1e-4
 NAMES = [str(precision) for precision in Precision]
 
@@ -55,7 +54,7 @@ def ideas() -> dict[str, tuple[Idea | None, list[str]]]:
     return {
         "before tuning": (None, [*NAMES, "full"]),
         "fp16": (Idea(fixed(None), RATE, format=REFINED5), [*NAMES, "full"]),
-        "tiers": (Idea(split(), RATE, format=REFINED5, tiers=(M3, M4)), [*NAMES, "full"]),
+        "tiers": (chosen(RATE), [*NAMES, "full"]),
         **alone,
     }
 

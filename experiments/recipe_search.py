@@ -125,6 +125,11 @@ def tiers(plan: Any = None, learning_rate: float = 3e-4, **options: Any) -> Idea
     return Idea(plan or split(teacher=0.5), learning_rate, format=REFINED5, tiers=TIERS, **options)
 
 
+def chosen(learning_rate: float = 3e-4) -> Idea:
+    """What came out of the rounds."""
+    return tiers(split(teacher=0.75), learning_rate, released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15)))
+
+
 def ideas(only: str) -> dict[str, Idea]:
     """The rows of a round, by name; made anew for every run, because plans remember what they drew."""
     rounds: dict[str, dict[str, Idea]] = {
