@@ -5,6 +5,7 @@
 
 #include "format.h"
 #include "kernels.h"
+#include "nested_ref.h"
 
 namespace otaro {
 namespace {
@@ -15,22 +16,6 @@ struct GroupCode {
     int field;
     bool polarity;
 };
-
-// The cell of a weight, in steps, by floor. The clamp comes first so that every float converts to int.
-int floor_clamped(float scaled, float low, float high) {
-    const float clamped = scaled > low ? (scaled < high ? scaled : high) : low;
-    return static_cast<int>(std::floor(clamped));
-}
-
-int nested_code_ref(float weight, int field, bool polarity) {
-    const float scaled = weight * inverse_step(field, kWidest);
-    const int low = polarity ? kNestedMinPolarity : kNestedMin;
-    // A product that underflows to zero still lies below zero if the weight does.
-    const int cell = weight < 0 && scaled == 0 ? -1
-                                               : floor_clamped(scaled, static_cast<float>(low - kNestedOffset),
-                                                               static_cast<float>(kNestedMax - kNestedOffset));
-    return cell + kNestedOffset;
-}
 
 // Squared error of a group with exponent field `candidate`, in units of (s_8 of `field` / 256)^2: whole numbers, so that
 // every implementation decides alike.

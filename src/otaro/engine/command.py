@@ -59,6 +59,13 @@ Context = Annotated[
         min=2, help="Tokens that a text may have, prompt included; what the model allows, at most 8192, if left out."
     ),
 ]
+KvCache = Annotated[
+    str,
+    typer.Option(
+        metavar="FORMAT",
+        help="How keys and values are kept: float16, or in less memory as SEFP codes of a precision such as E5M8.",
+    ),
+]
 Backend = Annotated[str, typer.Option(help="native, transformers, or auto: native where the model allows it.")]
 
 
@@ -82,6 +89,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Go on from the prompt as it stands, no chat template.")] = False,
     threads: Threads = None,
     context: Context = None,
+    kv_cache: KvCache = "float16",
     backend: Backend = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
@@ -92,7 +100,7 @@ def generate(
 
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     request = _request(max_new_tokens, sampling, prefill, draft, stop)
-    runner = _open(folder, _widest(width, request), backend, threads, context)
+    runner = _open(folder, _widest(width, request), backend, threads, context, kv_cache)
     if width is not None:
         runner.precision = width
     ids = prompt_tokens(runner.tokenizer, text, raw=raw)[0].tolist()
@@ -123,6 +131,7 @@ def chat(
     seed: Seed = None,
     threads: Threads = None,
     context: Context = None,
+    kv_cache: KvCache = "float16",
     backend: Backend = "auto",
 ) -> None:
     """Talk with a model in the terminal; switch its precision as you go."""
@@ -130,7 +139,7 @@ def chat(
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     request = _request(max_new_tokens, sampling, prefill, draft, reuse=True)
     # Without --memory all planes are loaded, so that /precision can go up as well as down.
-    runner = _open(folder, width if memory is not None else None, backend, threads, context)
+    runner = _open(folder, width if memory is not None else None, backend, threads, context, kv_cache)
     if width is not None:
         runner.precision = width
     note(f"{folder} at {runner.precision}, {size_text(runner.memory)}: {CHAT_HELP}")
@@ -252,7 +261,14 @@ def _widest(width: Precision | None, request: Request) -> Precision | None:
     return None if width is None else max(filter(None, (width, request.prefill, request.draft)))
 
 
-def _open(folder: Path, precision: Precision | None, backend: str, threads: int | None, context: int | None) -> Runner:
+def _open(
+    folder: Path,
+    precision: Precision | None,
+    backend: str,
+    threads: int | None,
+    context: int | None,
+    kv_cache: str,
+) -> Runner:
     from otaro.engine.runner import open_runner
 
     with progress_bar() as progress:
@@ -262,6 +278,7 @@ def _open(folder: Path, precision: Precision | None, backend: str, threads: int 
             backend=backend,
             threads=threads,
             context=context,
+            kv_cache=kv_cache,
             progress=progress,
             remark=lambda text: note(f"otaro: {text}"),
         )

@@ -26,10 +26,11 @@ from otaro.checkpoint.folder import Progress
 from otaro.engine.native import Logits, Session
 from otaro.engine.sampling import Probabilities, Sampler, Sampling
 from otaro.engine.weights import Weights
-from otaro.errors import OtaroError
-from otaro.precision import NARROWEST, Precision
+from otaro.errors import OtaroError, PrecisionError
+from otaro.precision import NARROWEST, Precision, join
 
 DEFAULT_CONTEXT = 8192
+FLOAT16 = "float16"
 PREFILL_TOKENS = 256
 """Prompt tokens run between two looks at whether to stop."""
 MOST_DRAFTS = 4
@@ -50,6 +51,8 @@ class Engine:
 
     `context` is how many tokens a text may have, at most the model's own limit. One text runs at a time: a second
     caller waits until the first one's iterator has ended or is closed. Precision and planes may change meanwhile.
+
+    Keys and values are kept as float16, or with `kv_cache` a precision, as SEFP codes of that width.
     """
 
     def __init__(
@@ -59,10 +62,13 @@ class Engine:
         *,
         context: int | None = None,
         threads: int | None = None,
+        kv_cache: Precision | str = FLOAT16,
         progressive: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.threads = threads or usable_cores()
+        self.kv_cache = parse_cache(kv_cache)
+        """The width of keys and values; None is float16."""
         chosen = None if precision is None else Precision(precision)
         first = NARROWEST if progressive else chosen
         self.weights = Weights(Path(folder), first, threads=self.threads, progress=progress)
@@ -70,7 +76,7 @@ class Engine:
         if context is not None and not 1 <= context <= limit:
             raise OtaroError(f"a context of {context} tokens is not possible: the model's own is {limit}")
         self.context = context or min(limit, DEFAULT_CONTEXT)
-        self._session = Session(self.weights.model, self.context)
+        self._session = Session(self.weights.model, self.context, cache=self.kv_cache)
         self._precision = self.weights.precision
         self._held: list[int] = []
         self._text = threading.Lock()  # held while a text is run, between its tokens too
@@ -129,8 +135,9 @@ class Engine:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes taken by the packed weights, and by keys, values and working memory."""
-        return {"weights": self.weights.nbytes, "session": self._session.nbytes}
+        """Bytes taken by the packed weights, by keys and values of a full context, and by working memory."""
+        cache, work = self._session.nbytes
+        return {"weights": self.weights.nbytes, "cache": cache, "work": work}
 
     def logits(self, tokens: Sequence[int], precision: Precision | str | None = None) -> Logits:
         """The logits after each token of a text, [tokens, vocabulary]."""
@@ -256,6 +263,14 @@ class Engine:
                 f"{len(prompt)} tokens of prompt and {new} new ones do not fit the context of {self.context}: "
                 "shorten the prompt or ask for fewer"
             )
+
+
+def parse_cache(name: Precision | str) -> Precision | None:
+    """How keys and values are kept: the width of their codes, None for float16."""
+    try:
+        return None if name == FLOAT16 else Precision(name)
+    except PrecisionError as error:
+        raise OtaroError(f"keys and values cannot be kept as {name}: choose {FLOAT16} or {join(Precision)}") from error
 
 
 def widest_that_fits(weights_bytes: Mapping[Precision, int], memory: int) -> Precision:

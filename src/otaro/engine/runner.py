@@ -14,7 +14,7 @@ import torch
 
 from otaro.checkpoint.folder import Progress
 from otaro.engine.architecture import UnsupportedError
-from otaro.engine.engine import Engine
+from otaro.engine.engine import FLOAT16, Engine, parse_cache
 from otaro.engine.sampling import Sampling
 from otaro.errors import OtaroError
 from otaro.generate import GenerationResult, continue_tokens, load_tokenizer
@@ -149,6 +149,7 @@ def open_runner(
     backend: str = "auto",
     threads: int | None = None,
     context: int | None = None,
+    kv_cache: Precision | str = FLOAT16,
     progress: Progress | None = None,
     remark: Callable[[str], None],
 ) -> Runner:
@@ -161,12 +162,16 @@ def open_runner(
         reason = cpu.available()
         if reason is None:
             try:
-                engine = Engine(folder, precision, threads=threads, context=context, progress=progress)
+                engine = Engine(
+                    folder, precision, threads=threads, context=context, kv_cache=kv_cache, progress=progress
+                )
                 return NativeRunner(engine, load_tokenizer(folder))
             except UnsupportedError as error:
                 reason = str(error)
         if backend == "native":
             raise OtaroError(f"{folder} does not run natively: {reason}")
         remark(f"{folder} runs through transformers: {reason}")
+    if parse_cache(kv_cache) is not None:
+        raise OtaroError("--kv-cache needs the native engine, which does not run this model")
     model = otaro.load(folder, precision, progress=progress)
     return TransformersRunner(model, load_tokenizer(folder))

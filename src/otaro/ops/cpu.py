@@ -23,7 +23,7 @@ from otaro.packing import Planes, padded_columns, plane_shapes
 from otaro.precision import NARROWEST, WIDEST, Precision
 from otaro.sefp import Codes, Format
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_NAME = "libotaro_core.so"
 LIBRARY_VARIABLE = "OTARO_NATIVE_LIBRARY"
 
