@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,10 @@ from otaro.precision import Precision
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What came out and how fast; `tokens_per_second` counts from the first token on, without reading the prompt."""
+    """What came out and how fast; `tokens_per_second` counts from the first token on, without reading the prompt.
+
+    `precision` is the width at the end, `widths` how many tokens each width made, in the order they came into use.
+    """
 
     text: str
     tokens: int
@@ -27,9 +30,11 @@ class GenerationResult:
     tokens_per_second: float
     first_token_seconds: float
     precision: Precision
+    widths: Mapping[Precision, int]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "precision": str(self.precision)}
+        widths = {str(width): count for width, count in self.widths.items()}
+        return {**asdict(self), "precision": str(self.precision), "widths": widths}
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -135,6 +140,7 @@ def continue_tokens(
         tokens_per_second=(streamer.tokens - 1) / decoding if streamer.tokens > 1 else 1 / seconds,
         first_token_seconds=first_token_seconds,
         precision=model.precision,
+        widths={model.precision: streamer.tokens},
     )
 
 

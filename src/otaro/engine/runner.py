@@ -50,8 +50,16 @@ class Runner(Protocol):
         """Bytes that the model takes."""
 
     def generate(
-        self, prompt: Sequence[int], request: Request, on_text: Callable[[str], None] | None = None
-    ) -> GenerationResult: ...
+        self,
+        prompt: Sequence[int],
+        request: Request,
+        on_text: Callable[[str], None] | None = None,
+        on_width: Callable[[Precision], None] | None = None,
+    ) -> GenerationResult:
+        """Go on from a prompt; `on_width` hears the width of the first token, and of later ones if it changes."""
+
+    def check_loading(self) -> None:
+        """An error, once, if a part of the weights could not be read in the background."""
 
 
 class NativeRunner:
@@ -74,7 +82,11 @@ class NativeRunner:
         return sum(self.engine.memory.values())
 
     def generate(
-        self, prompt: Sequence[int], request: Request, on_text: Callable[[str], None] | None = None
+        self,
+        prompt: Sequence[int],
+        request: Request,
+        on_text: Callable[[str], None] | None = None,
+        on_width: Callable[[Precision], None] | None = None,
     ) -> GenerationResult:
         from otaro.engine.text import generate
 
@@ -89,7 +101,11 @@ class NativeRunner:
             stop=request.stop,
             reuse=request.reuse,
             on_text=on_text,
+            on_width=on_width,
         )
+
+    def check_loading(self) -> None:
+        self.engine.check_loading()
 
 
 class TransformersRunner:
@@ -114,7 +130,11 @@ class TransformersRunner:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def generate(
-        self, prompt: Sequence[int], request: Request, on_text: Callable[[str], None] | None = None
+        self,
+        prompt: Sequence[int],
+        request: Request,
+        on_text: Callable[[str], None] | None = None,
+        on_width: Callable[[Precision], None] | None = None,
     ) -> GenerationResult:
         for name in ("prefill", "draft"):
             if getattr(request, name) is not None:
@@ -141,6 +161,9 @@ class TransformersRunner:
             on_text=on_text,
         )
 
+    def check_loading(self) -> None:
+        """All has been read before the first token."""
+
 
 def open_runner(
     folder: Path,
@@ -150,6 +173,7 @@ def open_runner(
     threads: int | None = None,
     context: int | None = None,
     kv_cache: Precision | str = FLOAT16,
+    progressive: bool = False,
     progress: Progress | None = None,
     remark: Callable[[str], None],
 ) -> Runner:
@@ -163,7 +187,13 @@ def open_runner(
         if reason is None:
             try:
                 engine = Engine(
-                    folder, precision, threads=threads, context=context, kv_cache=kv_cache, progress=progress
+                    folder,
+                    precision,
+                    threads=threads,
+                    context=context,
+                    kv_cache=kv_cache,
+                    progressive=progressive,
+                    progress=progress,
                 )
                 return NativeRunner(engine, load_tokenizer(folder))
             except UnsupportedError as error:
@@ -171,7 +201,8 @@ def open_runner(
         if backend == "native":
             raise OtaroError(f"{folder} does not run natively: {reason}")
         remark(f"{folder} runs through transformers: {reason}")
-    if parse_cache(kv_cache) is not None:
-        raise OtaroError("--kv-cache needs the native engine, which does not run this model")
+    for option, given in (("--kv-cache", parse_cache(kv_cache) is not None), ("--progressive", progressive)):
+        if given:
+            raise OtaroError(f"{option} needs the native engine, which does not run this model")
     model = otaro.load(folder, precision, progress=progress)
     return TransformersRunner(model, load_tokenizer(folder))

@@ -84,16 +84,19 @@ def generate(
     stop: Sequence[str] = (),
     reuse: bool = False,
     on_text: Callable[[str], None] | None = None,
+    on_width: Callable[[Precision], None] | None = None,
 ) -> GenerationResult:
     """Go on from a prompt's tokens at the engine's precision; the settings are those of `Engine.tokens`.
 
-    `on_text` gets each piece of text as soon as it is settled. An answer ends at one of the model's end tokens, before
+    `on_text` gets each piece of text as soon as it is settled, `on_width` the width before the first token and whenever
+    another one is in use. An answer ends at one of the model's end tokens, before
     one of the `stop` strings, or at the limit.
     """
     stream = TextStream(tokenizer, stop)
     start = time.perf_counter()
     first = 0.0
-    count = 0
+    widths: dict[Precision, int] = {}
+    width: Precision | None = None
     pieces: list[str] = []
 
     def hand_over(piece: str) -> None:
@@ -113,21 +116,27 @@ def generate(
         reuse=reuse,
     )
     for token in tokens:
-        if count == 0:
+        if not widths:
             first = time.perf_counter() - start
-        count += 1
+        if engine.used != width:
+            width = engine.used
+            if on_width is not None:
+                on_width(width)
+        widths[width] = widths.get(width, 0) + 1
         hand_over(stream.push(token))
         if stream.stopped:
             break
     hand_over(stream.finish())
     seconds = time.perf_counter() - start
+    count = sum(widths.values())
     return GenerationResult(
         text="".join(pieces),
         tokens=count,
         seconds=seconds,
         tokens_per_second=(count - 1) / (seconds - first) if count > 1 else count / seconds,
         first_token_seconds=first,
-        precision=engine.precision,
+        precision=engine.precision if width is None else width,
+        widths=widths,
     )
 
 
