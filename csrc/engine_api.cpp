@@ -168,6 +168,8 @@ int32_t otaro_model_set_matrix(otaro_model* model, int64_t layer, int32_t role, 
     if (place == nullptr) return OTARO_ERROR_INDEX;
     const Tiles& tiles = matrix->matrix.tiles();
     if (std::pair(tiles.rows, tiles.columns) != model->model.shape(role)) return OTARO_ERROR_BUFFER;
+    if (model->model.group_blocks != 0 && tiles.group_blocks != model->model.group_blocks) return OTARO_ERROR_ARGUMENT;
+    model->model.group_blocks = tiles.group_blocks;
     place->matrices[role] = &matrix->matrix;
     return OTARO_OK;
 }

@@ -33,7 +33,8 @@ struct Model {
     float norm_epsilon, rope_factor;
     std::vector<float> rope_frequency;
     std::vector<Layer> layers;
-    Layer whole; // embedding, head, final norm
+    Layer whole;          // embedding, head, final norm
+    int group_blocks = 0; // of every matrix: those that share activations must divide them alike
 
     Model(const otaro_model_config& config);
     Layer* layer(int64_t index, bool of_whole);

@@ -83,6 +83,7 @@ enum otaro_vector_role {
 
 OTARO_API int32_t otaro_model_create(const otaro_model_config* config, otaro_model** model);
 OTARO_API void otaro_model_destroy(otaro_model* model);
+/* All matrices of a model must have the same group size. */
 OTARO_API int32_t otaro_model_set_matrix(otaro_model* model, int64_t layer, int32_t role, const otaro_matrix* matrix);
 OTARO_API int32_t otaro_model_set_vector(otaro_model* model, int64_t layer, int32_t role, const float* data,
                                          int64_t bytes); /* copied */

@@ -142,7 +142,7 @@ class Engine:
         max_new_tokens: int,
         sampling: Sampling = Sampling(),
         prefill: Precision | str | None = None,
-        overrides: Mapping[str, Precision] | None = None,
+        overrides: Mapping[str, Precision | str] | None = None,
         draft: Precision | str | None = None,
         end: Sequence[int] = (),
         reuse: bool = False,
@@ -247,7 +247,7 @@ class Engine:
             return self._session.run(tokens, position, chosen, threads=self.threads, logits=logits)
 
     def _widths(
-        self, precision: Precision | str | None, overrides: Mapping[str, Precision] | None = None
+        self, precision: Precision | str | None, overrides: Mapping[str, Precision | str] | None = None
     ) -> Callable[[], bytes]:
         """The widths of a precision, or of the one in use, when they are needed."""
         fixed = None if precision is None else Precision(precision)

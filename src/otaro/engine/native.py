@@ -115,6 +115,7 @@ class Matrix:
     def __init__(self, planes: Planes, shape: Sequence[int], format: Format, threads: int) -> None:
         rows, self.columns = shape
         self.rows = rows
+        self.group_size = format.group_size
         self._threads = threads
         format_ = cpu.c_format(format)
         self.handle = _create(self, "otaro_matrix", ctypes.byref(format_), rows, self.columns)
@@ -174,6 +175,11 @@ class Model:
         self.handle = _create(self, "otaro_model", ctypes.byref(config))
 
     def set_matrix(self, layer: int, role: MatrixRole, matrix: Matrix) -> None:
+        other = next((held.group_size for held in self.matrices.values()), matrix.group_size)
+        if matrix.group_size != other:
+            raise OtaroError(
+                f"groups of {matrix.group_size} and of {other} weights cannot run in one model: pack all of it alike"
+            )
         _check(_library().otaro_model_set_matrix(self.handle, layer, role, matrix.handle))
         self.matrices[layer, role] = matrix
 

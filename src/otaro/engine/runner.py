@@ -149,8 +149,6 @@ class TransformersRunner:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
             }
-        if request.stop:
-            settings |= {"stop_strings": list(request.stop), "tokenizer": self.tokenizer}
         return continue_tokens(
             self.model,
             self.tokenizer,
@@ -158,6 +156,7 @@ class TransformersRunner:
             max_new_tokens=request.max_new_tokens,
             settings={**settings, "repetition_penalty": sampling.repetition_penalty},
             seed=sampling.seed,
+            stop=request.stop,
             on_text=on_text,
         )
 

@@ -97,7 +97,7 @@ class Weights:
         else:
             self._drop_bit(width, lock)
 
-    def widths(self, precision: Precision, overrides: Mapping[str, Precision] | None = None) -> bytes:
+    def widths(self, precision: Precision, overrides: Mapping[str, Precision | str] | None = None) -> bytes:
         """The width of the embedding, of each layer and of the head: `precision`, but never below a floor.
 
         `overrides` maps patterns of ``model.embed_tokens``, ``model.layers.N`` and ``lm_head`` to other widths.
@@ -109,7 +109,7 @@ class Weights:
             matching = [name for name in names if fnmatchcase(name, pattern)]
             if not matching:
                 raise PrecisionError(f"no layer is called {pattern}: there are {EMBEDDING}, model.layers.N and {HEAD}")
-            chosen.update(dict.fromkeys(matching, width))
+            chosen.update(dict.fromkeys(matching, Precision(width)))
         floor = self._floors[EMBEDDING]
         head_floor = self._floors.get(HEAD, floor)
         chosen[EMBEDDING], chosen[HEAD] = max(chosen[EMBEDDING], floor), max(chosen[HEAD], head_floor)
