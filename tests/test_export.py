@@ -211,3 +211,26 @@ def test_only_known_ways_of_cutting_words_are_exported(
         assert list(tmp_path.iterdir()) == [folder]
     else:
         assert field(GGUFReader(export_gguf(folder, out, "E5M3")), "tokenizer.ggml.pre") == name
+
+
+@pytest.mark.parametrize(
+    "normalizer, pre_tokenizer, begins_with_space",
+    [
+        ({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]}, None, True),
+        (None, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}, True),
+        (None, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}, False),
+    ],
+    ids=["llama-2", "metaspace", "no space"],
+)
+def test_sentencepiece_tokenizers_say_how_texts_begin(
+    packed_llama: Path, tmp_path: Path, normalizer: Any, pre_tokenizer: Any, begins_with_space: bool
+) -> None:
+    folder = tmp_path / "packed"
+    shutil.copytree(packed_llama, folder)
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described |= {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+    described["model"]["byte_fallback"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    reader = GGUFReader(export_gguf(folder, tmp_path / "twin.gguf", "E5M3"))
+    assert field(reader, "tokenizer.ggml.model") == "llama"
+    assert field(reader, "tokenizer.ggml.add_space_prefix") == begins_with_space

@@ -48,6 +48,7 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
         writer.add_tokenizer_pre(_split_name(described, path))
     writer.add_token_list(texts)
     if byte_fallback:
+        writer.add_add_space_prefix(_begins_with_space(described))
         # Merges are tried in order of score, and a piece's number is its rank.
         writer.add_token_scores([-float(index) for index in range(vocabulary)])
     writer.add_token_types(kinds)
@@ -63,6 +64,16 @@ def _kind(text: str, added: dict[str, Any], byte_fallback: bool) -> TokenType:
     if byte_fallback and text == "<unk>":
         return TokenType.UNKNOWN
     return TokenType.NORMAL
+
+
+def _begins_with_space(described: dict[str, Any]) -> bool:
+    """Whether a text is read as if a space stood before it."""
+    steps = [described.get("normalizer") or {}, described.get("pre_tokenizer") or {}]
+    steps += [part for step in steps for part in step.get("normalizers", []) + step.get("pretokenizers", [])]
+    return any(
+        step.get("type") == "Prepend" or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
+        for step in steps
+    )
 
 
 def _split_name(described: dict[str, Any], path: Path) -> str:
