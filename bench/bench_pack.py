@@ -35,8 +35,8 @@ from otaro.sefp import Format
 
 SHAPES = ((576, 1536), (4096, 4096))
 DTYPES = (torch.float32, torch.bfloat16)
-FORMAT = Format()
-REFINED = Format(polarity=True, exponent_by_error=Precision.E5M5)
+FORMAT = Format(polarity=False, exponent_by_error=None)
+REFINED = Format()
 WIDTH = Precision.E5M4
 TARGET = 10.0
 

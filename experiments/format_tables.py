@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from otaro import sefp
 from otaro.precision import WIDEST, Precision
 from otaro.sefp import Format
 
+PLAIN = Format(polarity=False, exponent_by_error=None)
 Quantizer = Callable[[Tensor, Precision], Tensor]
 
 
@@ -62,18 +63,20 @@ def rows() -> Iterator[Row]:
     yield Row("schemes", "truncated codes, half-step decode", half_step)
     yield Row("schemes", "nearest, each width from the original", direct(Format("nearest")))
     yield Row("schemes", "nearest, sliced from E5M8", sliced(Format("nearest")))
-    yield Row("schemes", "nested", sliced(Format()))
+    yield Row("schemes", "nested", sliced(PLAIN))
     by = Precision
-    yield Row("refinements", "polarity", sliced(Format(polarity=True)))
+    yield Row("refinements", "polarity", sliced(Format(exponent_by_error=None)))
     for width in (by.E5M4, by.E5M5):
-        yield Row("refinements", f"exponent by error at {width}", sliced(Format(exponent_by_error=width)))
-        refined = Format(polarity=True, exponent_by_error=width)
+        yield Row(
+            "refinements", f"exponent by error at {width}", sliced(Format(polarity=False, exponent_by_error=width))
+        )
+        refined = Format(exponent_by_error=width)
         yield Row("refinements", f"polarity, exponent by error at {width}", sliced(refined))
     for size in (32, 128, 256):
-        yield Row("group size", f"nested, groups of {size}", sliced(Format(group_size=size)))
+        yield Row("group size", f"nested, groups of {size}", sliced(replace(PLAIN, group_size=size)))
     for floor in (by.E5M3, by.E5M4, by.E5M5, by.E5M6):
         name = "at the model's width" if floor == by.E5M3 else f"never under {floor}"
-        yield Row("embeddings and head", name, sliced(Format()), floor)
+        yield Row("embeddings and head", name, sliced(PLAIN), floor)
 
 
 def targets(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:

@@ -24,10 +24,11 @@ from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
+from otaro.tune.distillation import loss_and_gradient
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import add_tiers, settle_model
 
-PLAIN = Format()
+PLAIN = Format(polarity=False, exponent_by_error=None)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ class Idea:
     """Update after every pass instead of once a batch."""
     tiers: tuple[Precision, ...] = ()
     """The widths with weights of their own, narrowest first (see `otaro.tune.tiers`)."""
+    mixed: tuple[tuple[Precision, Precision, float], ...] = ()
+    """(from, to, share): the tier `to` also gets this share of the gradient of the tier `from`."""
+    carried: tuple[tuple[Precision, float], ...] = ()
+    """(tier, share): the tier also moves by this share of every step that the weight itself takes."""
+    released: bool = False
+    """Where the E5M3 tier's cell holds an E5M4 weight back, its gradient goes to the E5M3 tier."""
     needs_losses: bool = False
     schedule: str = "cosine"
     sgd: bool = False
@@ -88,7 +95,7 @@ class Lab:
         self.captured = compiled
         self.graphs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self.pool: Any = None
-        self.loss: Any = self._loss
+        self.loss: Any = loss_and_gradient
         self.score: Any = self._score
         if compiled:
             # One graph for each use (trained, measured, with and without values); shapes never vary within one.
@@ -96,7 +103,7 @@ class Lab:
             torch._dynamo.config.recompile_limit = 64
             for layer in self.model.model.layers:
                 layer.compile()
-            self.loss, self.score = torch.compile(self._loss), torch.compile(self._score)
+            self.loss, self.score = torch.compile(loss_and_gradient), torch.compile(self._score)
 
     def reset(self, format: Format, tiers: tuple[Precision, ...] = ()) -> None:
         """Begin anew, with these tiers."""
@@ -109,6 +116,7 @@ class Lab:
             # Captured passes and tables know where tiers lay.
             self.graphs.clear()
             self.trained, self.measured = Refresher(self.model, self.half), Refresher(self.model)
+        self.releasing: Any = None
         self.widths_of_tiers = tiers
 
     def use(self, width: Precision | None, refresh: Refresher, format: Format) -> None:
@@ -117,21 +125,6 @@ class Lab:
             layer.precision = width
             layer.format = format
         refresh()
-
-    def _loss(
-        self, hidden: Tensor, targets: Tensor, teacher: Tensor | None, labels: float, distilled: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self.model.lm_head(hidden[:, :-1])
-        values = logits.float()
-        wanted = targets[:, 1:]
-        cross_entropy = nn.functional.cross_entropy(values.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
-        if teacher is None:
-            return cross_entropy * labels, cross_entropy.detach(), logits
-        log_teacher = teacher.float().log_softmax(-1)
-        divergence = (log_teacher.exp() * (log_teacher - values.log_softmax(-1))).sum(-1)
-        predicted = (wanted != IGNORED).float()
-        divergence = (divergence * predicted).sum() / predicted.sum()
-        return labels * cross_entropy + distilled * divergence, cross_entropy.detach(), logits
 
     def _score(self, hidden: Tensor, ids: Tensor) -> Tensor:
         logits = self.model.lm_head(hidden[:, :-1]).float()
@@ -153,10 +146,14 @@ class Lab:
     def _compute(self, ids: Tensor, targets: Tensor, teacher: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
         """Add the gradient of a pass to the parameters'; its cross entropy and its predictions."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half is not None, cache_enabled=False):
-            hidden = self.hidden(ids)
-            loss, cross_entropy, logits = self.loss(hidden, targets, teacher, step.labels, step.teacher)
-        (loss * step.weight).backward()
-        return cross_entropy, logits.detach()
+            logits = self.model.lm_head(self.hidden(ids)).flatten(0, 1)
+        wanted = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
+        given = None if teacher is None else teacher.flatten(0, 1)
+        count = (wanted != IGNORED).sum()
+        labels, taught = step.weight * step.labels, step.weight * step.teacher
+        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count)
+        logits.backward(gradient)
+        return cross_entropy, logits.detach().view(*ids.shape, -1)
 
     def _captured(
         self, ids: Tensor, targets: Tensor, teacher: Tensor | None, step: Pass, key: tuple[Any, ...]
@@ -233,6 +230,72 @@ class Lab:
             torch._foreach_copy_([parameter.grad for parameter in self.model.parameters()], held)
         return losses, taught
 
+    def _tier_gradients(self) -> dict[Precision, dict[int, Tensor]]:
+        """The gradients of each tier by the number of the layer they belong to; E5M8 stands for the weight itself."""
+        found: dict[Precision, dict[int, Tensor]] = {}
+        seen: set[int] = set()
+        for number, layer in enumerate(self.layers):
+            if id(layer.weight) in seen:
+                continue
+            seen.add(id(layer.weight))
+            for width, tier in (*layer.tiers["weight"], (Precision.E5M8, layer.weight)):
+                found.setdefault(width, {})[number] = tier.grad
+        return found
+
+    @torch.no_grad()
+    def mix(self, mixed: Sequence[tuple[Precision, Precision, float]]) -> None:
+        """Pass gradients from tier to tier; every share is of what a tier had from its own passes."""
+        gradients = self._tier_gradients()
+        own = {
+            width: {n: g.clone() for n, g in gradients[width].items()} for width in {source for source, _, _ in mixed}
+        }
+        for source, target, share in mixed:
+            both = sorted(own[source].keys() & gradients[target].keys())
+            torch._foreach_add_([gradients[target][n] for n in both], [own[source][n] for n in both], alpha=share)
+
+    @torch.no_grad()
+    def carry(self, before: list[Tensor], shares: dict[Precision, float]) -> None:
+        """Move the tiers by their shares of the step that the weights have just taken."""
+        moved = [layer.weight.detach() for layer in self.layers]
+        torch._foreach_sub_(before, moved)
+        seen: set[int] = set()
+        for width, share in shares.items():
+            tiers, steps = [], []
+            for layer, step in zip(self.layers, before, strict=True):
+                tier = dict(layer.tiers["weight"]).get(width)
+                if tier is not None and id(tier) not in seen:
+                    seen.add(id(tier))
+                    tiers.append(tier)
+                    steps.append(step)
+            torch._foreach_add_(tiers, steps, alpha=-share)
+
+    @torch.no_grad()
+    def release(self, format: Format) -> None:
+        """Give the gradients of the E5M4 weights that the E5M3 tier's cells hold back to that tier."""
+        from otaro.ops import gpu
+
+        held = {
+            number: dict(layer.tiers["weight"])
+            for number, layer in enumerate(self.layers)
+            if len(layer.tiers["weight"]) == 2
+        }
+        narrow, wide = Precision.E5M3, Precision.E5M4
+        weights = [self.layers[number].weight.detach() for number in held]
+        if self.releasing is None:
+            free, bound = ([torch.empty_like(w, dtype=self.half or w.dtype) for w in weights] for _ in range(2))
+            tiers = [(width, [of[width].detach() for of in held.values()]) for width in (narrow, wide)]
+            self.releasing = (
+                gpu.prepare(weights, free, format.group_size, tiers[1:]),
+                gpu.prepare(weights, bound, format.group_size, tiers),
+                free,
+                bound,
+            )
+        for batch in self.releasing[:2]:
+            gpu.run(batch, wide, format, sliced=True)
+        for of, free, bound in zip(held.values(), *self.releasing[2:], strict=True):
+            apart = (free != bound).to(of[wide].grad.dtype)
+            of[narrow].grad.addcmul_(apart, of[wide].grad)
+
     def tune(
         self, idea: Idea, blocks: Tensor, steps: int, batch: int, seed: int, targets: Tensor | None = None
     ) -> dict[str, Any]:
@@ -281,11 +344,18 @@ class Lab:
                 measured, taught = self.passes(ids, aims, part, idea.format, idea.normalise, taught)
                 if idea.needs_losses:
                     losses.update({width: float(loss) for width, loss in measured.items()})
+                if idea.released:
+                    self.release(idea.format)
+                if idea.mixed:
+                    self.mix(idea.mixed)
                 if idea.clip:
                     nn.utils.clip_grad_norm_(parameters, idea.clip)
                 if isinstance(optimizer, DelayedOptimizer):
                     optimizer.width = part[0].width
+                before = [layer.weight.detach().clone() for layer in self.layers] if idea.carried else []
                 optimizer.step()
+                if idea.carried:
+                    self.carry(before, dict(idea.carried))
                 optimizer.zero_grad(set_to_none=False)
             if idea.average and number >= steps * (1 - idea.average):
                 count += 1

@@ -112,7 +112,10 @@ def examine(weight: Tensor, mean_square: Tensor | None) -> dict[str, Any]:
     for precision in Precision:
         step = sefp.step(field, precision)[..., None]
         top = 2**precision.mantissa
-        values = {scheme: sefp.decode(sefp.encode(weight, precision, Format(scheme))) for scheme in sefp.SCHEMES}
+        values = {
+            scheme: sefp.decode(sefp.encode(weight, precision, Format(scheme, polarity=False, exponent_by_error=None)))
+            for scheme in sefp.SCHEMES
+        }
         for scheme, value in values.items():
             found["zero"].setdefault(scheme, {})[str(precision)] = int((value == 0).sum())
         nested = sefp.in_groups(values["nested"], SIZE)

@@ -89,11 +89,40 @@ def split(high: Any = M8, *, teacher: float = 1.0, weight: float = 0.5) -> Any:
     return plan
 
 
+def shares(high: int, middle: int, low: int, *, teacher: float = 0.5) -> Any:
+    """E5M8 on the first `high` blocks of a batch, E5M4 on the last `middle` of these and E5M3 on the first `low`."""
+
+    def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
+        halves = (
+            (slice(high - middle, high), slice(0, low)) if number % 2 else (slice(0, middle), slice(high - low, high))
+        )
+        taught = [
+            Pass(width, weight=0.5, labels=1 - teacher, teacher=teacher, part=part)
+            for width, part in zip((M4, M3), halves, strict=True)
+        ]
+        return [Pass(M8, part=slice(0, high)), *taught]
+
+    return plan
+
+
+def turns(high: Any = M8, *, teacher: float = 0.5) -> Any:
+    """A high width and, in turns, E5M4 and E5M3, each on the whole batch."""
+
+    def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
+        return [Pass(high), Pass((M4, M3)[number % 2], labels=1 - teacher, teacher=teacher)]
+
+    return plan
+
+
 LOW = {M5: 0.1, M4: 0.35, M3: 0.55}
-REFINED4 = Format(polarity=True, exponent_by_error=M4)
-REFINED5 = Format(polarity=True, exponent_by_error=M5)
+REFINED4 = Format(exponent_by_error=M4)
+REFINED5 = Format()
 TIERS = (M3, M4)
 UNIFORM = dict.fromkeys(Precision, 1.0)
+
+
+def tiers(plan: Any = None, learning_rate: float = 3e-4, **options: Any) -> Idea:
+    return Idea(plan or split(teacher=0.5), learning_rate, format=REFINED5, tiers=TIERS, **options)
 
 
 def ideas(only: str) -> dict[str, Idea]:
@@ -148,7 +177,7 @@ def ideas(only: str) -> dict[str, Idea]:
             "6e-4, pair, half teacher": Idea(pair(M8, LOW, teacher=0.5), 6e-4, format=REFINED5),
             "plain format": Idea(pair(M8, LOW, teacher=0.5), 3e-4),
             "refined@M4": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=REFINED4),
-            "group 32": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=Format("nested", 32, True, M5)),
+            "group 32": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=Format("nested", 32)),
             "M6 as the high width": Idea(pair(M6, LOW, teacher=0.5), 3e-4, format=REFINED5),
             "plain format, fixed M3": Idea(fixed(M3), 3e-4),
             "plain format, fixed M4": Idea(fixed(M4), 3e-4),
@@ -161,6 +190,45 @@ def ideas(only: str) -> dict[str, Idea]:
             "tiers, teacher, refined@M4": Idea(split(), 3e-4, format=REFINED4, tiers=TIERS),
             "tiers, pair": Idea(pair(M8, {M4: 0.5, M3: 0.5}, teacher=1.0), 3e-4, format=REFINED5, tiers=TIERS),
             "tiers, teacher, 2e-4": Idea(split(), 2e-4, format=REFINED5, tiers=TIERS),
+        },
+        # 200 updates.
+        "5": {
+            "tiers": tiers(),
+            "tiers, labels": tiers(split(teacher=0.0)),
+            "tiers, quarter teacher": tiers(split(teacher=0.25)),
+            "tiers, released": tiers(released=True),
+            "tiers, M8 to M4 0.1, M4 to M3 0.3": tiers(mixed=((M8, M4, 0.1), (M4, M3, 0.3))),
+            "tiers, M8 to M4 0.3, M8 to M3 0.1": tiers(mixed=((M8, M4, 0.3), (M8, M3, 0.1))),
+            "tiers, M4 to M3 0.3, M3 to M4 0.3": tiers(mixed=((M4, M3, 0.3), (M3, M4, 0.3))),
+            "tiers, in turns": tiers(turns()),
+            "tiers, teacher, weight 2, M8 to both 0.3": tiers(
+                split(teacher=1.0, weight=2.0), mixed=((M8, M4, 0.3), (M8, M3, 0.3))
+            ),
+            "tiers, 4e-4": tiers(learning_rate=4e-4),
+            "tiers, average of the last 0.3": tiers(average=0.3),
+        },
+        "6": {
+            "tiers, released, M8 to M4 0.6, M8 to M3 0.2": tiers(released=True, mixed=((M8, M4, 0.6), (M8, M3, 0.2))),
+            "tiers, M8 to M4 1, M8 to M3 0.4": tiers(mixed=((M8, M4, 1.0), (M8, M3, 0.4))),
+            "tiers, M8 to M4 0.3, M8 to M3 0.1, M4 to M3 0.3, M3 to M4 0.2": tiers(
+                mixed=((M8, M4, 0.3), (M8, M3, 0.1), (M4, M3, 0.3), (M3, M4, 0.2))
+            ),
+            "tiers, released, M8 to M4 0.6, M8 to M3 0.2, M4 to M3 0.3, M3 to M4 0.2": tiers(
+                released=True, mixed=((M8, M4, 0.6), (M8, M3, 0.2), (M4, M3, 0.3), (M3, M4, 0.2))
+            ),
+            "tiers, M8 to M4 0.6, M8 to M3 0.2, M4 to M8 0.3": tiers(
+                mixed=((M8, M4, 0.6), (M8, M3, 0.2), (M4, M8, 0.3))
+            ),
+        },
+        "7": {
+            "tiers, released, carried M4 0.5 M3 0.25": tiers(released=True, carried=((M4, 0.5), (M3, 0.25))),
+            "tiers, released, carried M4 1 M3 0.5": tiers(released=True, carried=((M4, 1.0), (M3, 0.5))),
+            "best": tiers(released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
+            "best, 3/4 teacher": tiers(split(teacher=0.75), released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
+            "best, 9 and 7": tiers(shares(16, 9, 7), released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
+            "best, 12, 9 and 7": tiers(shares(12, 9, 7), released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
+            "best, average of the last 0.3": tiers(released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15)), average=0.3),
+            "best, 2e-4": tiers(learning_rate=2e-4, released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
         },
     }
     return rounds[only]

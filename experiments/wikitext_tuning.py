@@ -21,7 +21,7 @@ from typing import Any
 import common
 import torch
 from lab import Idea, Lab
-from recipe_search import REFINED5, UNIFORM, drawn, fixed, searched, split
+from recipe_search import REFINED5, UNIFORM, drawn, fixed, searched, split, tiers
 
 from otaro.precision import Precision
 from otaro.sefp import Format
@@ -41,6 +41,7 @@ RUNS: dict[str, dict[str, Callable[[int], Idea]]] = {
         "fp16": lambda seed: Idea(fixed(None), RATE, format=FORMAT),
         "fixed:E5M3": lambda seed: Idea(fixed(M3), RATE, format=FORMAT),
         "fixed:E5M4": lambda seed: Idea(fixed(M4), RATE, format=FORMAT),
+        "tiers": lambda seed: tiers(split(teacher=0.75), RATE, released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
         "uniform": lambda seed: Idea(drawn(UNIFORM, seed), RATE, format=FORMAT),
         "bps": lambda seed: bps(),
         "otaro, sum": lambda seed: bps(delay=10, delay_apply="sum"),
@@ -57,7 +58,6 @@ RUNS: dict[str, dict[str, Callable[[int], Idea]]] = {
             warm_up=0.0,
             clip=0.0,
         ),
-        "tiers": lambda seed: Idea(split(), RATE, format=FORMAT, tiers=(M3, M4)),
     },
     "fixed": {
         f"fixed:{width}": lambda seed, width=width: Idea(fixed(width), RATE, format=FORMAT) for width in Precision

@@ -16,9 +16,9 @@ REFINEMENTS = [
     {"scheme": "truncate"},
     {"scheme": "nearest"},
     {"scheme": "nested"},
-    {"scheme": "nested", "polarity": True},
-    {"scheme": "nested", "exponent_by_error": Precision.E5M3},
-    {"scheme": "nested", "polarity": True, "exponent_by_error": Precision.E5M5},
+    {"scheme": "nested", "polarity": False, "exponent_by_error": None},
+    {"scheme": "nested", "polarity": True, "exponent_by_error": None},
+    {"scheme": "nested", "polarity": False, "exponent_by_error": Precision.E5M3},
     {"scheme": "nested", "polarity": True, "exponent_by_error": Precision.E5M8},
 ]
 FORMATS = [Format(group_size=size, **refinement) for size in sefp.GROUP_SIZES for refinement in REFINEMENTS]

@@ -52,8 +52,8 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     [
         (1, 1, Format()),
         (17, 33, Format(group_size=32)),
-        (50, 200, Format(polarity=True)),
-        (64, 512, Format(group_size=256, polarity=True)),
+        (50, 200, Format(polarity=False)),
+        (64, 512, Format(group_size=256)),
     ],
     ids=str,
 )

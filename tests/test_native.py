@@ -151,7 +151,7 @@ def test_first_of_several_bad_weights_across_threads() -> None:
     """The bad weight of the second range of work is met long before that of the first."""
     weight = torch.randn(2000, 64)
     weight[511, 63] = weight[512, 0] = float("nan")
-    slow = Format(polarity=True, exponent_by_error=Precision.E5M5)
+    slow = Format()
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -180,7 +180,7 @@ def test_any_strides() -> None:
         planes.base.repeat_interleave(2, 0)[::2],
         tuple(plane.repeat_interleave(2, 0)[::2] for plane in planes.bits),
         planes.exponent.repeat_interleave(2)[::2],
-        None,
+        planes.polarity,
     )
     value = cpu.dequantize(strided, 6, Precision.E5M5, Format(), torch.float32)
     assert_same(value, sefp.decode(sefp.encode(weight, Precision.E5M5)))
@@ -194,12 +194,12 @@ def test_planes_must_hold_what_is_asked_for() -> None:
     with pytest.raises(PrecisionError, match="E5M5 needs the bits of E5M6"):
         cpu.dequantize(narrow, 100, Precision.E5M5, Format("nearest"), torch.float32)
     with pytest.raises(FormatError, match="columns"):
-        cpu.dequantize(planes, 200, Precision.E5M3, Format(), torch.float32)
+        cpu.dequantize(planes, 200, Precision.E5M3, Format("nearest"), torch.float32)
     with pytest.raises(FormatError, match="polarity"):
-        cpu.dequantize(planes, 100, Precision.E5M3, Format(polarity=True), torch.float32)
+        cpu.dequantize(planes, 100, Precision.E5M3, Format(), torch.float32)
     short = Planes(planes.base, planes.bits, planes.exponent[:-1], None)
     with pytest.raises(FormatError, match="exponents"):
-        cpu.dequantize(short, 100, Precision.E5M3, Format(), torch.float32)
+        cpu.dequantize(short, 100, Precision.E5M3, Format("nearest"), torch.float32)
 
 
 # ---- rows and products ----------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def everything(weight: Tensor, format: Format, isa: str) -> list[Tensor]:
 @pytest.mark.parametrize("isa", ISAS)
 def test_results_do_not_depend_on_the_number_of_threads(isa: str) -> None:
     weight = torch.randn(301, 1001) * torch.exp2(torch.randint(-18, 18, (301, 1)).float())
-    format = Format(polarity=True, exponent_by_error=Precision.E5M5)
+    format = Format()
     before = torch.get_num_threads()
     results = []
     try:

@@ -180,7 +180,7 @@ def test_the_ops_keep_torchs_contract() -> None:
 
 def test_error_halves_with_every_bit() -> None:
     weight = torch.randn(64, 640, generator=torch.Generator().manual_seed(0)) * 0.02
-    errors = [float((otaro.quantize(weight, p, polarity=True) - weight).square().mean()) for p in Precision]
+    errors = [float((otaro.quantize(weight, p, exponent_by_error=None) - weight).square().mean()) for p in Precision]
     for finer, coarser in itertools.pairwise(errors):
         assert 3.0 < coarser / finer < 5.0
 
@@ -223,3 +223,12 @@ def test_precisions_parse_compare_and_list() -> None:
     assert parse_precisions("E5M3, e5m8") == [Precision.E5M3, Precision.E5M8]
     with pytest.raises(OtaroError, match="not available here"):
         parse_precisions("E5M8", [Precision.E5M4, Precision.E5M3])
+
+
+def test_refinements_belong_to_nested() -> None:
+    assert (Format().polarity, Format().exponent_by_error) == (True, Precision.E5M5)
+    assert (Format("nearest").polarity, Format("nearest").exponent_by_error) == (False, None)
+    assert Format(exponent_by_error="none").exponent_by_error is None  # type: ignore[arg-type]
+    assert Format(exponent_by_error="E5M4").exponent_by_error == Precision.E5M4  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match="refine the scheme 'nested'"):
+        Format("nearest", polarity=True)

@@ -75,12 +75,14 @@ def pack(
     scheme: Annotated[str, typer.Option(help="How weights are rounded: nested, nearest or truncate.")] = "nested",
     group_size: Annotated[int, typer.Option(help="Weights that share an exponent: 32, 64, 128 or 256.")] = 64,
     polarity: Annotated[
-        bool, typer.Option("--polarity", help="One more bit per group, for a little less error (nested only).")
-    ] = False,
+        bool | None,
+        typer.Option("--polarity/--no-polarity", help="One more bit per group, for less error; on for nested."),
+    ] = None,
     exponent_by_error: Annotated[
         str | None,
         typer.Option(
-            metavar="PRECISION", help="Choose each exponent for the least error at this precision (nested only)."
+            metavar="PRECISION",
+            help="Choose each exponent for the least error at this precision, or 'none'; E5M5 for nested.",
         ),
     ] = None,
     embedding_floor: Annotated[
@@ -94,13 +96,13 @@ def pack(
 ) -> None:
     """Pack a model: write it once, so that it can be run at every precision."""
     widest = Precision(precision)
-    by_error = None if exponent_by_error is None else Precision(exponent_by_error)
     shard_size = parse_size(max_shard_size)
     from otaro import checkpoint
     from otaro.convert import EMBEDDING_FLOOR
-    from otaro.sefp import Format
+    from otaro.sefp import BY_SCHEME, Format
 
-    format = Format(scheme, group_size, polarity, by_error)  # type: ignore[arg-type]
+    refined = BY_SCHEME if polarity is None else polarity
+    format = Format(scheme, group_size, refined, exponent_by_error or BY_SCHEME)  # type: ignore[arg-type]
     with progress_bar() as progress:
         packed = checkpoint.pack(
             model,

@@ -26,6 +26,7 @@ from otaro.errors import FormatError, OtaroError
 from otaro.nn import SefpWeight
 from otaro.packing import Planes
 from otaro.precision import WIDEST, Precision, join
+from otaro.sefp import BY_SCHEME
 
 
 class OtaroConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -39,8 +40,8 @@ class OtaroConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self,
         scheme: str = "nested",
         group_size: int = 64,
-        polarity: bool = False,
-        exponent_by_error: str | None = None,
+        polarity: bool = BY_SCHEME,
+        exponent_by_error: str | None = BY_SCHEME,
         embedding_floor: str = str(convert.EMBEDDING_FLOOR),
         precision: str | None = None,
         **described: Any,
@@ -62,7 +63,7 @@ class OtaroConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         fields = {name: value for name, value in vars(self).items() if name not in ("described", "precision")}
-        return {**fields, **self.described}
+        return {**fields, **self.layout.to_json(), **self.described}
 
 
 class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]

@@ -7,7 +7,7 @@ A group stores one exponent and each weight a short code; there are no scaling f
     s_m = 2^(E+1-m), the step at a width of m mantissa bits,
 
 every weight lies in (-2^(E+1), 2^(E+1)), which is 2^m steps to either side, so a code has 1 + m bits and a weight
-costs 1 + m + 5/64 bits. Three ways to choose the code:
+costs 1 + m + 5/64 bits (6/64 with polarity). Three ways to choose the code:
 
 ``truncate``  sign and q = floor(|w| / s_m), value ±q·s_m. Cutting the last bit of q gives the next width exactly, but
               every weight shrinks and the cell around zero is twice as wide as the others.
@@ -18,12 +18,12 @@ costs 1 + m + 5/64 bits. Three ways to choose the code:
               offset plus 16, half a step of M3: at M3 the cut rounds to nearest with a true zero, and each further
               bit halves the cell. The decode is one multiply and one add, the same for a whole group.
 
-Two refinements of ``nested`` act in the encoder; the decode stays affine and a width stays a prefix of the bits:
+Two refinements belong to ``nested``. They act in the encoder; the decode stays affine and a width a prefix of the bits:
 
 polarity            a bit per group. The group is negated where that makes its largest weight negative, where the code
                     reaches 8 steps of M3 instead of 7.5; the clamp opens to [16, 511].
-exponent_by_error   E or E-1, whichever leaves the smaller squared error over the group at the width named. The error
-                    is counted in whole 1/256ths of s_8, so that every implementation decides alike.
+exponent_by_error   E or E-1, whichever leaves the smaller squared error over the group at the width named (E5M5).
+                    The error is counted in whole 1/256ths of s_8, so that every implementation decides alike.
 
 Training may give narrow widths weights of their own (see :mod:`otaro.tune.tiers`): `tiers` are then such weights, each
 with the width down to which it decides the bits. A tier decides within the cell that the narrower ones chose, so that
@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ Scheme = Literal["truncate", "nearest", "nested"]
 Tiers = Sequence[tuple[Precision, Tensor]]
 """Weights that decide the bits down to a width, the narrowest first."""
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+BY_SCHEME: Any = "by scheme"
+"""A refinement as the scheme has it: ``nested`` has both, with the exponent by the error at E5M5; the others none."""
 GROUP_SIZES = (32, 64, 128, 256)
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -59,14 +61,26 @@ ERROR_LIMIT = 2**20
 
 @dataclass(frozen=True)
 class Format:
-    """The settings of the format; what a packed folder records."""
+    """The settings of the format; what a packed folder records.
+
+    `exponent_by_error` may be given by name, and as ``none`` for the exponent of a group's largest weight.
+    """
 
     scheme: Scheme = "nested"
     group_size: int = 64
-    polarity: bool = False
-    exponent_by_error: Precision | None = None
+    polarity: bool = BY_SCHEME
+    exponent_by_error: Precision | None = BY_SCHEME
 
     def __post_init__(self) -> None:
+        refined = self.scheme == "nested"
+        polarity: Any = refined if self.polarity == BY_SCHEME else self.polarity
+        by_error: Any = self.exponent_by_error
+        if by_error == BY_SCHEME:
+            by_error = Precision.E5M5 if refined else None
+        elif isinstance(by_error, str):
+            by_error = None if by_error == "none" else Precision(by_error)
+        object.__setattr__(self, "polarity", polarity)
+        object.__setattr__(self, "exponent_by_error", by_error)
         if self.scheme not in SCHEMES:
             raise FormatError(f"unknown scheme {self.scheme!r}: choose one of {', '.join(SCHEMES)}")
         if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:

@@ -32,7 +32,7 @@ from otaro.safetensors_file import DTYPES
 from otaro.sefp import Format
 
 QUANT_METHOD = "otaro"
-VERSION = 0
+VERSION = 1
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLANK = "0" * 64
 """Stands in a header for a SHA-256 that is not known yet."""
@@ -57,13 +57,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Layout:
-        by_error = fields["exponent_by_error"]
-        format = Format(
-            fields["scheme"],
-            fields["group_size"],
-            fields["polarity"],
-            None if by_error is None else Precision(by_error),
-        )
+        format = Format(fields["scheme"], fields["group_size"], fields["polarity"], fields["exponent_by_error"])
         return cls(format, Precision(fields["embedding_floor"]))
 
 

@@ -27,7 +27,7 @@ from otaro.errors import OtaroError
 from otaro.ops import cpu, reference
 from otaro.packing import Planes
 from otaro.precision import WIDEST, Precision
-from otaro.sefp import Format, Scheme, Tiers
+from otaro.sefp import BY_SCHEME, Format, Scheme, Tiers
 
 OPS = ("pack", "dequantize", "quantize", "linear", "embedding")
 # Above this many rows of x, dequantising the weight once and calling the library's matrix product is faster.
@@ -101,16 +101,15 @@ def quantize(
     *,
     scheme: Scheme = "nested",
     group_size: int = 64,
-    polarity: bool = False,
-    exponent_by_error: Precision | str | None = None,
+    polarity: bool = BY_SCHEME,
+    exponent_by_error: Precision | str | None = BY_SCHEME,
 ) -> Tensor:
     """The values a weight takes at a width: same shape, same dtype, gradients pass straight through.
 
     Groups run along the last dimension. Raises :class:`otaro.errors.WeightError` for NaN or infinity. For ``nearest``
     each width is rounded from the tensor itself; a packed model slices it from E5M8 (see :func:`fake_quantize`).
     """
-    by_error = None if exponent_by_error is None else Precision(exponent_by_error)
-    format = Format(scheme, group_size, polarity, by_error)
+    format = Format(scheme, group_size, polarity, exponent_by_error)  # type: ignore[arg-type]
     precision = Precision(precision)
     sefp.check_weight(tensor)
     return _quantize(tensor, precision, format)

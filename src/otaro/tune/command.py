@@ -69,7 +69,9 @@ def tune(
     group_size: Annotated[
         int | None, typer.Option(help="Weights that share an exponent, as in otaro pack; the recipe's if left out.")
     ] = None,
-    polarity: Annotated[bool, typer.Option("--polarity", help="One more bit per group, as in otaro pack.")] = False,
+    polarity: Annotated[
+        bool | None, typer.Option("--polarity/--no-polarity", help="One more bit per group, as in otaro pack.")
+    ] = None,
     exponent_by_error: Annotated[
         str | None, typer.Option(metavar="PRECISION", help="Least-error exponents at a width, as in otaro pack.")
     ] = None,
@@ -318,9 +320,12 @@ def pack_options(args: TuneArguments) -> str:
     from otaro.convert import EMBEDDING_FLOOR
     from otaro.sefp import Format
 
-    default, chosen = Format(), args.format
-    options = "" if chosen.scheme == default.scheme else f" --scheme {chosen.scheme}"
+    chosen = args.format
+    default = Format(chosen.scheme)
+    options = "" if chosen.scheme == Format().scheme else f" --scheme {chosen.scheme}"
     options += "" if chosen.group_size == default.group_size else f" --group-size {chosen.group_size}"
-    options += " --polarity" if chosen.polarity else ""
-    options += "" if chosen.exponent_by_error is None else f" --exponent-by-error {chosen.exponent_by_error}"
+    if chosen.polarity != default.polarity:
+        options += " --polarity" if chosen.polarity else " --no-polarity"
+    if chosen.exponent_by_error != default.exponent_by_error:
+        options += f" --exponent-by-error {chosen.exponent_by_error or 'none'}"
     return options + ("" if args.floor == EMBEDDING_FLOOR else f" --embedding-floor {args.floor}")

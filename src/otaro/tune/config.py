@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from otaro.convert import EMBEDDING_FLOOR
 from otaro.errors import OtaroError
 from otaro.precision import Precision, parse_precisions
-from otaro.sefp import Format
+from otaro.sefp import BY_SCHEME, Format
 from otaro.tune.delay import APPLY
 from otaro.tune.path import Path, make_path
 
@@ -47,9 +47,10 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     )
     scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
     group_size: int = field(default=64, metadata={"help": "Weights that share an exponent."})
-    polarity: bool = field(default=False, metadata={"help": "One more bit per group (nested only)."})
+    polarity: bool | None = field(default=None, metadata={"help": "One more bit per group; on for nested."})
     exponent_by_error: str | None = field(
-        default=None, metadata={"help": "Choose exponents for the least error at this width (nested only)."}
+        default=None,
+        metadata={"help": "Exponents with the least error at this width, or 'none'; E5M5 for nested."},
     )
     embedding_floor: str = field(
         default=str(EMBEDDING_FLOOR), metadata={"help": "Embeddings and output head never go below this width."}
@@ -87,8 +88,9 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
 
     @property
     def format(self) -> Format:
-        by_error = None if self.exponent_by_error is None else Precision(self.exponent_by_error)
-        return Format(self.scheme, self.group_size, self.polarity, by_error)  # type: ignore[arg-type]
+        polarity = BY_SCHEME if self.polarity is None else self.polarity
+        by_error = BY_SCHEME if self.exponent_by_error is None else self.exponent_by_error
+        return Format(self.scheme, self.group_size, polarity, by_error)  # type: ignore[arg-type]
 
     @property
     def floor(self) -> Precision:
