@@ -49,9 +49,10 @@ constexpr int64_t kUnpackFrom = 16; // rows of activations from which a tile is 
 // query meets 16 keys at a time; values lie [position][dimension]. Both a head at a time, dimensions padded to 16.
 constexpr int kKeyBlock = 16, kMostHeadDimension = 1024;
 
-// Or as SEFP codes of the scheme "nested", in groups of 64 along a head's dimensions. The row of a head at a position is,
-// for every 32 dimensions, 16 bytes of base and 4 bytes of each bit plane of the width, as in the files, then the
-// exponent field of each group in a byte. Both keys and values lie [head][position][row].
+// Or as SEFP codes of the scheme "nested", in groups of 64 along a head's dimensions, with polarity and the exponent that
+// leaves the least error at the cache's own width. The row of a head at a position is, for every 32 dimensions, 16 bytes
+// of base and 4 bytes of each bit plane of the width, as in the files, then a byte for each group: the exponent field, 128
+// added where the group is negated. Both keys and values lie [head][position][row].
 constexpr int kCacheGroup = 64;
 
 struct Cache {
@@ -60,6 +61,7 @@ struct Cache {
     int64_t row_bytes;
 };
 
+static inline otaro_format cache_format(const Cache& cache) { return {OTARO_NESTED, kCacheGroup, 1, cache.mantissa}; }
 static inline int64_t cache_block_bytes(int mantissa) { return kBlock / 2 + kBlock / 8 * (mantissa - kNarrowest); }
 
 static inline Cache cache_layout(int mantissa, int dimension) {

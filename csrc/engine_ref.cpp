@@ -118,14 +118,18 @@ void encode_row_ref(const float* x, const Cache& cache, uint8_t* row) {
     memset(row, 0, static_cast<size_t>(cache.row_bytes));
     uint8_t* const fields = row + cache.padded_dimension / kBlock * block_bytes;
     for (int start = 0; start < cache.padded_dimension; start += kCacheGroup) {
-        const auto value = [&](int d) { return d < cache.dimension ? x[d] : 0.0f; };
-        const int end = start + kCacheGroup < cache.padded_dimension ? start + kCacheGroup : cache.padded_dimension;
+        const int count = std::min(kCacheGroup, cache.dimension - start);
+        const int end = std::min(start + kCacheGroup, cache.padded_dimension);
+        float values[kCacheGroup] = {};
         uint32_t largest = 0;
-        for (int d = start; d < end; ++d) largest = std::max(largest, float_bits(std::fabs(value(d))));
-        const int field = exponent_field(largest);
-        fields[start / kCacheGroup] = static_cast<uint8_t>(field);
+        for (int i = 0; i < count; ++i) {
+            values[i] = x[start + i];
+            largest = std::max(largest, float_bits(std::fabs(values[i])));
+        }
+        const GroupCode group = prepare_group_ref(values, count, cache_format(cache), largest);
+        fields[start / kCacheGroup] = static_cast<uint8_t>(group.field | (group.polarity ? kNegated : 0));
         for (int d = start; d < end; ++d) {
-            const int code = nested_code_ref(value(d), field, false), place = d % kBlock;
+            const int code = nested_code_ref(values[d - start], group.field, true), place = d % kBlock;
             uint8_t* const block = row + d / kBlock * block_bytes;
             block[place / 2] |= static_cast<uint8_t>(code >> OTARO_BIT_PLANES << (place % 2 * 4));
             for (int p = 0; p < cache.mantissa - kNarrowest; ++p) {
@@ -146,7 +150,9 @@ void decode_row_ref(const uint8_t* row, const Cache& cache, float* x) {
         for (int p = 0; p < cache.mantissa - kNarrowest; ++p) {
             code = code << 1 | stream_bit(block + kBlock / 2 + p * kBlock / 8, place);
         }
-        x[d] = (static_cast<float>(code) + nested_bias(cache.mantissa)) * step(fields[d / kCacheGroup], cache.mantissa);
+        const uint8_t field = fields[d / kCacheGroup];
+        const float size = step(field & 31, cache.mantissa);
+        x[d] = (static_cast<float>(code) + nested_bias(cache.mantissa)) * (field & kNegated ? -size : size);
     }
 }
 

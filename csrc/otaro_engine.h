@@ -91,8 +91,8 @@ OTARO_API int32_t otaro_model_set_vector(otaro_model* model, int64_t layer, int3
 /* ---- sessions --------------------------------------------------------------------------------------------------- */
 
 /* A session holds keys and values for up to `context` tokens, as float16 where `cache_mantissa` is 0, otherwise as SEFP
- * codes of that width (scheme OTARO_NESTED, groups of 64 along a head's dimensions). Every matrix and norm must have been
- * set. */
+ * codes of that width (OTARO_NESTED with polarity and the exponent by error, groups of 64 along a head's dimensions).
+ * Every matrix and norm must have been set. */
 OTARO_API int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t cache_mantissa, int32_t isa,
                                        otaro_session** session);
 OTARO_API void otaro_session_destroy(otaro_session* session);
