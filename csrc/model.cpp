@@ -80,7 +80,7 @@ bool Model::complete() const {
 
 // ---- a session's memory ---------------------------------------------------------------------------------------------
 
-// Bytes of the keys of a layer, far beyond any machine, so that no product of sizes overflows.
+// Bytes of the keys of a layer, or scores, far beyond any machine, so that no product of sizes overflows.
 constexpr int64_t kMostCached = int64_t{1} << 44;
 
 template <class T> Memory<T> Session::room(int64_t count) {
@@ -91,8 +91,10 @@ template <class T> Memory<T> Session::room(int64_t count) {
 Session::Session(const Model& model, int64_t context, int cache_mantissa, const EngineKernels& kernels)
     : model_(model), kernels_(kernels), context_(context), capacity_(round_up(context, kKeyBlock)),
       cache_(cache_layout(cache_mantissa, static_cast<int>(model.head_dimension))) {
-    int64_t cached;
-    if (__builtin_mul_overflow(model.kv_heads * cache_.row_bytes, capacity_, &cached) || cached > kMostCached)
+    const int64_t heads_per_key = model.heads / model.kv_heads;
+    int64_t cached, scores;
+    if (__builtin_mul_overflow(model.kv_heads * cache_.row_bytes, capacity_, &cached) || cached > kMostCached ||
+        __builtin_mul_overflow(heads_per_key * kQueryBlock, capacity_, &scores) || scores > kMostCached)
         throw std::bad_alloc();
     const int64_t query = model.heads * model.head_dimension, key = model.kv_heads * model.head_dimension;
     const int64_t half = model.head_dimension / 2;
@@ -121,7 +123,7 @@ Session::Session(const Model& model, int64_t context, int cache_mantissa, const 
     quantized_.fine = room<int8_t>(kMostTokens * widest_);
     quantized_.scale = room<float>(kMostTokens * widest_ / kBlockColumns);
     quantized_.offset = room<float>(kMostTokens * widest_ / kBlockColumns);
-    score_count_ = attention_scratch(cache_, capacity_, model.heads / model.kv_heads);
+    score_count_ = attention_scratch(cache_, capacity_, heads_per_key);
 }
 
 void Session::reserve_scratch(int threads) {

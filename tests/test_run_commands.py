@@ -119,6 +119,12 @@ def test_bench_measures_every_width_asked_for(
         assert min(row["speed"].values()) > 0
         assert row["peer"] is None
     assert "decode" in capsys.readouterr().out
+    coded = tmp_path / "coded.json"
+    assert main(["bench", folder, "--precisions", "E5M3", *arguments, "--kv-cache", "E5M3", "--json", str(coded)]) == 0
+    figures = json.loads(coded.read_text())
+    assert figures["kv_cache"] == "E5M3"
+    # Heads of 20 dimensions: 32 codes of 4 bits and an exponent, beside 32 numbers of 16 bits.
+    assert figures["results"][0]["cache_bytes"] * 64 == rows[0]["cache_bytes"] * 17
     assert main(["bench", folder, "--against", "nothing"]) == 2
 
 

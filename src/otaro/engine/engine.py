@@ -259,7 +259,7 @@ class Engine:
         return now
 
     def _check_prompt(self, prompt: Sequence[int], new: int) -> None:
-        if not prompt:
+        if len(prompt) == 0:
             raise OtaroError("the prompt has no tokens: give some text to go on from")
         if len(prompt) + new > self.context:
             raise OtaroError(
