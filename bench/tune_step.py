@@ -2,12 +2,14 @@
 
     python bench/tune_step.py --shape smollm2 --json bench/tune_step.json
     python bench/tune_step.py --shape smollm2 --cpu --batch 2 --length 256     # float32, not compiled
+    python bench/tune_step.py --shape smollm2 --method tiers --cpu --batch 8 --length 256
 
 On a GPU both sides run the same compiled model in bf16 with a fused AdamW. `otaro` also quantises every weight at the
-start of each step, going through all six widths, and holds the gradients of E5M4 and E5M3 back (LAA). Steps are
-interleaved in rounds, medians taken. Checks the kernel against the torch codec first, bfloat16 included. Weights are
-random, in the shape of SmolLM2-135M or Llama-3.2-1B: what a step costs does not depend on them. Layers are compiled one
-by one, which all share one compiled graph, and so is the loss.
+start of each step, going through all six widths, and holds the gradients of E5M4 and E5M3 back (LAA). `tiers` computes
+the batch at E5M8 and a half of it at E5M4 and at E5M3, two passes where `fp16` has one, and trains three sets of
+weights. Steps are interleaved in rounds, medians taken. Checks the kernel against the torch codec first, bfloat16
+included. Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what a step costs does not depend on them.
+Layers are compiled one by one, which all share one compiled graph, and so is the loss.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.delay import DelayedOptimizer
 from otaro.tune.refresh import Refresher
+from otaro.tune.tiers import add_tiers
 
 
 def check_kernel() -> int:
@@ -91,17 +94,19 @@ def random_model(shape: str, device: str) -> Any:
 
 
 class Step:
-    """One side of the comparison: its own model, optimizer and, for otaro, widths."""
+    """One side of the comparison: its own model and optimizer, for otaro widths, for tiers weights."""
 
-    def __init__(self, arguments: argparse.Namespace, quantised: bool) -> None:
+    def __init__(self, arguments: argparse.Namespace, method: str) -> None:
         torch.manual_seed(0)
         self.device = "cpu" if arguments.cpu else "cuda"
         self.model = random_model(arguments.shape, self.device).train()
-        self.widths = itertools.cycle(Precision) if quantised else None
+        self.widths = itertools.cycle(Precision) if method == "otaro" else None
+        self.tiers = [Precision.E5M3, Precision.E5M4] if method == "tiers" else []
         convert.simulate(self.model, Format())
+        add_tiers(self.model, self.tiers)
         self.refresh = Refresher(self.model, torch.bfloat16)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        if quantised:
+        if method == "otaro":
             self.optimizer = DelayedOptimizer(
                 self.optimizer,
                 [Precision.E5M4, Precision.E5M3],
@@ -113,36 +118,54 @@ class Step:
                 layer.compile()
             self.loss = torch.compile(self.loss_of)
 
-    def loss_of(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def loss_of(self, hidden: torch.Tensor, ids: torch.Tensor, teacher: torch.Tensor | None = None) -> Any:
+        """The cross entropy of the predictions, or their divergence from a teacher's; and the predictions."""
         logits = self.model.lm_head(hidden[:, :-1])
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        if teacher is None:
+            return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()), logits.detach()
+        found, expected = (each.float().flatten(0, 1).log_softmax(-1) for each in (logits, teacher))
+        return nn.functional.kl_div(found, expected, reduction="batchmean", log_target=True), logits.detach()
+
+    def set_width(self, width: Precision) -> None:
+        convert.set_precision(self.model, width)
+        self.refresh()
+
+    def backward(self, ids: torch.Tensor, teacher: torch.Tensor | None = None, share: float = 1.0) -> torch.Tensor:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+            loss, logits = self.loss(hidden, ids, teacher)
+        (share * loss).backward()
+        predictions: torch.Tensor = logits
+        return predictions
 
     def __call__(self, ids: torch.Tensor) -> None:
         if self.widths is not None:
             width = next(self.widths)
-            convert.set_precision(self.model, width)
-            self.refresh()
+            self.set_width(width)
             self.optimizer.width = width
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
-            loss = self.loss(hidden, ids)
-        loss.backward()
+        elif self.tiers:
+            self.set_width(Precision.E5M8)
+        teacher = self.backward(ids)
+        for number, width in enumerate(self.tiers):
+            self.set_width(width)
+            rows = slice(number, None, len(self.tiers))
+            self.backward(ids[rows], teacher[rows], 1 / len(self.tiers))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def ratios(times: dict[str, list[float]], tokens: int) -> dict[str, float]:
+def ratios(times: dict[str, list[float]], method: str, tokens: int) -> dict[str, float]:
     result = {}
     for name, seconds in times.items():
         result[f"{name}_step_seconds"] = statistics.median(seconds)
         result[f"{name}_tokens_per_second"] = tokens / statistics.median(seconds)
-    result["step_ratio"] = statistics.median(o / f for o, f in zip(times["otaro"], times["fp16"], strict=True))
+    result["step_ratio"] = statistics.median(o / f for o, f in zip(times[method], times["fp16"], strict=True))
     return result
 
 
 def measure_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
     ids = torch.randint(0, 40000, (arguments.batch, arguments.length))
-    sides = {name: Step(arguments, name == "otaro") for name in ("fp16", "otaro")}
+    sides = {name: Step(arguments, name) for name in ("fp16", arguments.method)}
     times: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(arguments.rounds + 1):
         for name, side in sides.items():
@@ -156,7 +179,7 @@ def measure_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
         "sequence": arguments.length,
         "threads": torch.get_num_threads(),
         "machine": common.machine(),
-        **ratios(times, arguments.batch * arguments.length),
+        **ratios(times, arguments.method, arguments.batch * arguments.length),
     }
 
 
@@ -171,12 +194,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     sides = {}
     ids = torch.randint(0, 40000, (arguments.batch, arguments.length), device="cuda")
-    for name in ("fp16", "otaro"):
+    for name in ("fp16", arguments.method):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        side = Step(arguments, name == "otaro")
+        side = Step(arguments, name)
         for _ in range(8):
             side(ids)
         torch.cuda.synchronize()
@@ -193,9 +216,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             events[1].record()
             torch.cuda.synchronize()
             times[name].append(events[0].elapsed_time(events[1]) / 6 / 1000)
-    result |= ratios(times, arguments.batch * arguments.length)
-    result["memory_ratio"] = result["otaro_peak_bytes"] / result["fp16_peak_bytes"]
-    refresh = sides["otaro"].refresh
+    result |= ratios(times, arguments.method, arguments.batch * arguments.length)
+    result["memory_ratio"] = result[f"{arguments.method}_peak_bytes"] / result["fp16_peak_bytes"]
+    refresh = sides[arguments.method].refresh
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(20):
@@ -208,6 +231,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2")
+    parser.add_argument("--method", choices=["otaro", "tiers"], default="otaro", help="what to compare with fp16")
     parser.add_argument("--cpu", action="store_true", help="measure on the CPU")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)

@@ -63,6 +63,19 @@ int run_groups(const Job& job, void (*kernel)(const Job&, int64_t, int64_t), con
     return OTARO_OK;
 }
 
+// Of the tiers those that have a say at a width, up to the first that decides its last bit; else the weight itself does.
+Deciding deciding(const void* weight, const otaro_tiers* tiers, int mantissa) {
+    Deciding result{};
+    for (int i = 0; tiers != nullptr && i < tiers->count; ++i) {
+        result.weight[result.count] = tiers->weight[i];
+        result.mantissa[result.count++] = tiers->mantissa[i];
+        if (tiers->mantissa[i] >= mantissa) return result;
+    }
+    result.weight[result.count] = weight;
+    result.mantissa[result.count++] = kWidest;
+    return result;
+}
+
 int64_t row_grain(const Geometry& geometry, int64_t weights) {
     return geometry.columns < weights ? weights / (geometry.columns + 1) + 1 : 1;
 }
@@ -166,16 +179,18 @@ int32_t otaro_dequantize(const otaro_format* format, int64_t rows, int64_t colum
 }
 
 int32_t otaro_quantize(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
-                       int64_t weight_bytes, int32_t dtype, int32_t mantissa, void* value, int64_t value_bytes,
-                       int32_t threads, int32_t isa) {
+                       int64_t weight_bytes, int32_t dtype, int32_t mantissa, const otaro_tiers* tiers, void* value,
+                       int64_t value_bytes, int32_t threads, int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
         checks.require(valid_dtype(dtype) && valid_mantissa(mantissa));
         checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
+        checks.tiers(tiers, format, dtype);
         checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
         const Kernels* const kernels = checks.kernels(threads, isa);
         if (checks.error() != OTARO_OK) return checks.error();
-        const QuantizeJob job{checks.geometry(), *format, weight, dtype, mantissa, value};
+        const QuantizeJob job{checks.geometry(), *format, weight, deciding(weight, tiers, mantissa), dtype,
+                              mantissa,          value};
         return run_groups(job, kernels->quantize, checks, threads);
     });
 }

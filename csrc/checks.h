@@ -64,6 +64,16 @@ class Checks {
         buffer(data, bytes, needed);
     }
 
+    void tiers(const otaro_tiers* tiers, const otaro_format* format, int dtype) {
+        if (error_ != OTARO_OK || tiers == nullptr) return;
+        require(tiers->count >= 0 && tiers->count <= OTARO_WIDTHS);
+        require(format->scheme == OTARO_NESTED || tiers->count == 0);
+        for (int i = 0; error_ == OTARO_OK && i < tiers->count; ++i) {
+            require(valid_mantissa(tiers->mantissa[i]) && (i == 0 || tiers->mantissa[i] > tiers->mantissa[i - 1]));
+            buffer(tiers->weight[i], tiers->weight_bytes[i], weights(), dtype_bytes(dtype));
+        }
+    }
+
     void planes(const otaro_planes* planes, const otaro_format* format, int count) {
         require(planes != nullptr);
         if (error_ != OTARO_OK) return;

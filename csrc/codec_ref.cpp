@@ -12,6 +12,12 @@ namespace {
 
 // ---- weights to codes -----------------------------------------------------------------------------------------------
 
+// The code nearest to `code` in the cell of `narrower`: alike but for the bits dropped from the right.
+int within_ref(int code, int narrower, int dropped) {
+    const int last = narrower | ((1 << dropped) - 1), first = last - ((1 << dropped) - 1);
+    return code < first ? first : code > last ? last : code;
+}
+
 int code_ref(float weight, int field, int mantissa, const otaro_format& format) {
     if (format.scheme == OTARO_NESTED) {
         return nested_code_ref(weight, field, format.polarity != 0) >> (kWidest - mantissa);
@@ -156,13 +162,25 @@ void truncate_ref(const TruncateJob& job, int64_t first, int64_t last) {
 
 void quantize_ref(const QuantizeJob& job, int64_t first, int64_t last) {
     const int group_size = job.geometry.group_size;
+    const Deciding& deciding = job.deciding;
     for_groups(job.geometry, first, last, [&](int64_t, int64_t offset, int weights) {
         float buffer[kMaxGroup];
         const uint32_t largest = load_group_ref(job.weight, job.dtype, offset, weights, group_size, buffer);
         const GroupCode group = prepare_group_ref(buffer, weights, job.format, largest);
         const float size = step(group.field, job.mantissa);
+        const bool tiered = deciding.count > 1 || deciding.weight[0] != job.weight;
+        int codes[kMaxGroup];
+        for (int t = 0; tiered && t < deciding.count; ++t) {
+            load_group_ref(deciding.weight[t], job.dtype, offset, weights, group_size, buffer);
+            for (int i = 0; i < weights; ++i) {
+                const float weight = group.polarity ? -buffer[i] : buffer[i];
+                const int code = nested_code_ref(weight, group.field, job.format.polarity != 0);
+                codes[i] = t == 0 ? code : within_ref(code, codes[i], kWidest - deciding.mantissa[t - 1]);
+            }
+        }
         for (int i = 0; i < weights; ++i) {
-            const int code = code_ref(buffer[i], group.field, job.mantissa, job.format);
+            const int code = tiered ? codes[i] >> (kWidest - job.mantissa)
+                                    : code_ref(buffer[i], group.field, job.mantissa, job.format);
             store_ref(job.value, job.dtype, offset + i,
                       value_ref(code, job.format.scheme, job.mantissa, size, group.polarity));
         }

@@ -50,10 +50,18 @@ struct PackJob {
     otaro_planes planes;
 };
 
+// The weights that decide a code, the first freely, each further one within the cell that the one before it chose.
+struct Deciding {
+    const void* weight[OTARO_WIDTHS + 1];
+    int mantissa[OTARO_WIDTHS + 1]; // down to which each decides
+    int count;
+};
+
 struct QuantizeJob {
     Geometry geometry;
     otaro_format format;
-    const void* weight;
+    const void* weight; // decides exponent and polarity
+    Deciding deciding;  // the code
     int dtype;
     int mantissa;
     void* value;

@@ -18,7 +18,7 @@
 
 #include <stdint.h>
 
-#define OTARO_ABI_VERSION 3
+#define OTARO_ABI_VERSION 4
 #define OTARO_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -41,6 +41,7 @@ enum otaro_scheme { OTARO_TRUNCATE = 0, OTARO_NEAREST = 1, OTARO_NESTED = 2 };
 enum otaro_isa { OTARO_AUTO = 0, OTARO_REFERENCE = 1, OTARO_AVX2 = 2, OTARO_AVX512 = 3, OTARO_NEON = 4 };
 
 #define OTARO_BIT_PLANES 5
+#define OTARO_WIDTHS 6
 
 typedef struct {
     int32_t scheme;
@@ -70,6 +71,15 @@ typedef struct {
     uint8_t* polarity;
     int64_t polarity_bytes;
 } otaro_codes;
+
+/* Weights that decide the bits of narrow widths within the cells that narrower ones chose, each of the tensor's own size
+ * and dtype: weight[i] those down to `mantissa[i]`, in rising order. */
+typedef struct {
+    const void* weight[OTARO_WIDTHS];
+    int64_t weight_bytes[OTARO_WIDTHS];
+    int32_t mantissa[OTARO_WIDTHS];
+    int32_t count; /* how many there are */
+} otaro_tiers;
 
 OTARO_API int32_t otaro_abi_version(void);
 OTARO_API int32_t otaro_isa_supported(int32_t isa);
@@ -101,10 +111,10 @@ OTARO_API int32_t otaro_dequantize(const otaro_format* format, int64_t rows, int
                                    int32_t dtype, int32_t threads, int32_t isa);
 
 /* Weights to the values they have at a width, in the same dtype. Where a weight is not finite the values of its group
- * are unspecified. */
+ * are unspecified. `tiers`, which may be null, are for the scheme "nested": exponent and polarity come from the weight. */
 OTARO_API int32_t otaro_quantize(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
-                                 int64_t weight_bytes, int32_t dtype, int32_t mantissa, void* value,
-                                 int64_t value_bytes, int32_t threads, int32_t isa);
+                                 int64_t weight_bytes, int32_t dtype, int32_t mantissa, const otaro_tiers* tiers,
+                                 void* value, int64_t value_bytes, int32_t threads, int32_t isa);
 
 /* The rows numbered by `index` as values at a width, in the order asked for. */
 OTARO_API int32_t otaro_rows(const otaro_format* format, int64_t rows, int64_t columns, const otaro_planes* planes,

@@ -61,6 +61,21 @@ template <class V, bool kRound> class SignCoder {
     I sign_;
 };
 
+// The code nearest to another in the cell of a narrower width's: alike but for the bits dropped from the right.
+template <class V> class Within {
+  public:
+    using I = typename V::I;
+    Within() = default;
+    explicit Within(int dropped) : kept_(V::set1i(-(1 << dropped))), rest_(V::set1i((1 << dropped) - 1)) {}
+
+    I operator()(I code, I narrower) const {
+        return V::mini(V::maxi(code, V::andi(narrower, kept_)), V::ori(narrower, rest_));
+    }
+
+  private:
+    I kept_, rest_;
+};
+
 template <class V, class T, class Coder, class Sink>
 void encode_blocks(const T* weight, int size, const Coder& coder, const Sink& sink) {
     for (int i = 0; i < size; i += kBlock) {
@@ -93,6 +108,37 @@ void encode_group(const T* weight, int size, const otaro_format& format, const G
     } else {
         const NestedCoder<V, false, false> coder(group.field, group.negate, format.polarity != 0, mantissa);
         encode_blocks<V>(weight, size, coder, sink);
+    }
+}
+
+template <class V, class T, class Coder, class Sink>
+void encode_blocks_within(const T* const* tiers, const Deciding& deciding, int size, int mantissa, const Coder& coder,
+                          const Sink& sink) {
+    const typename V::Count cut = V::count(kWidest - mantissa);
+    Within<V> within[OTARO_WIDTHS];
+    for (int t = 1; t < deciding.count; ++t) within[t - 1] = Within<V>(kWidest - deciding.mantissa[t - 1]);
+    for (int i = 0; i < size; i += kBlock) {
+        Block<V> block;
+        for (int v = 0; v < Block<V>::kParts; ++v) {
+            const int position = i + v * V::kLanes;
+            typename V::I code = coder(V::load(tiers[0] + position));
+            for (int t = 1; t < deciding.count; ++t) code = within[t - 1](coder(V::load(tiers[t] + position)), code);
+            block.part[v] = V::shift_right(code, cut);
+        }
+        sink(i, block, Number<1>());
+    }
+}
+
+// As encode_group, for codes that several weights decide, one after another.
+template <class V, class T, class Sink>
+void encode_group_within(const T* const* tiers, const Deciding& deciding, int size, const otaro_format& format,
+                         const Group& group, int mantissa, const Sink& sink) {
+    if (group.field > kUnderflowField) {
+        const NestedCoder<V, true, false> coder(group.field, group.negate, format.polarity != 0, kWidest);
+        encode_blocks_within<V>(tiers, deciding, size, mantissa, coder, sink);
+    } else {
+        const NestedCoder<V, false, false> coder(group.field, group.negate, format.polarity != 0, kWidest);
+        encode_blocks_within<V>(tiers, deciding, size, mantissa, coder, sink);
     }
 }
 
@@ -257,6 +303,8 @@ template <class V> void pack(const PackJob& job, int64_t first, int64_t last, Fi
 
 template <class V> void quantize(const QuantizeJob& job, int64_t first, int64_t last) {
     const int size = job.geometry.group_size, mantissa = job.mantissa;
+    const Deciding& deciding = job.deciding;
+    const bool tiered = deciding.count > 1 || deciding.weight[0] != job.weight;
     with_dtype(job.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
         const auto body = [&](int64_t, int64_t offset, int weights, const T* weight, const Group& group) {
@@ -265,7 +313,7 @@ template <class V> void quantize(const QuantizeJob& job, int64_t first, int64_t 
             T* const target = weights == size ? result : values;
             const NestedDecoder<V> nested_decoder(group.field, group.negate, mantissa);
             const SignDecoder<V> sign_decoder(group.field, mantissa);
-            encode_group<V>(weight, size, job.format, group, mantissa, [&](int i, const Block<V>& block, auto nested) {
+            const auto store = [&](int i, const Block<V>& block, auto nested) {
                 for (int v = 0; v < Block<V>::kParts; ++v) {
                     if constexpr (decltype(nested)::value) {
                         V::store(target + i + v * V::kLanes, nested_decoder(block.part[v]));
@@ -273,7 +321,17 @@ template <class V> void quantize(const QuantizeJob& job, int64_t first, int64_t 
                         V::store(target + i + v * V::kLanes, sign_decoder(block.part[v]));
                     }
                 }
-            });
+            };
+            if (!tiered) {
+                encode_group<V>(weight, size, job.format, group, mantissa, store);
+            } else {
+                T buffer[OTARO_WIDTHS + 1][kMaxGroup];
+                const T* tiers[OTARO_WIDTHS + 1];
+                for (int t = 0; t < deciding.count; ++t) {
+                    tiers[t] = padded(static_cast<const T*>(deciding.weight[t]) + offset, weights, size, buffer[t]);
+                }
+                encode_group_within<V>(tiers, deciding, size, job.format, group, mantissa, store);
+            }
             if (weights < size) memcpy(result, values, static_cast<size_t>(weights) * sizeof(T));
         };
         for_weights<V, T>(job.geometry, job.format, job.weight, first, last, nullptr, body);

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hard_weights import COLUMNS, DTYPES, FORMATS, bits, formats, hard_weight, precisions, weights
+from hard_weights import COLUMNS, DTYPES, FORMATS, bits, formats, hard_weight, precisions, to_dtype, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -101,6 +101,48 @@ def test_any_weight(weight: Tensor, format: Format, precision: Precision) -> Non
 def test_every_row_length(columns: int) -> None:
     for format, dtype in itertools.product((Format(), Format("nearest", 32)), DTYPES):
         check_codec(hard_weight(columns, dtype, seed=columns), format, Precision.E5M4)
+
+
+NESTED = [format for format in FORMATS if format.scheme == "nested"]
+TIERS = ([3], [4], [3, 4], [3, 5, 8], [3, 4, 5, 6, 7, 8])
+
+
+def check_tiers(weight: Tensor, tiers: list[Tensor], widths: list[int], format: Format) -> None:
+    listed = [(Precision.from_mantissa(width), tier) for width, tier in zip(widths, tiers, strict=True)]
+    for precision in Precision:
+        expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, listed), weight.dtype)
+        for isa in ISAS:
+            assert_same(cpu.quantize(weight, precision, format, listed, isa=isa), expected, isa, precision, widths)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", NESTED, ids=lambda format: "-".join(map(str, vars(format).values())))
+def test_tiers_of_every_format(format: Format, dtype: torch.dtype) -> None:
+    """Tiers near their weight, as in training, and tiers that have nothing to do with it."""
+    weight = hard_weight(format.group_size + 5, dtype)
+    generator = torch.Generator().manual_seed(1)
+    scale = weight.float().abs().amax(-1, keepdim=True).clamp(max=1e30)
+    noise = torch.randn((2, *weight.shape), generator=generator)
+    near = [to_dtype(weight.float() + 0.2 * scale * step, dtype) for step in noise]
+    check_tiers(weight, near, [3, 4], format)
+    check_tiers(weight, [weight.roll(1, 0), weight.roll(5, 0)], [3, 4], format)
+
+
+@PROPERTY
+@given(weights(), st.sampled_from(NESTED), st.sampled_from(TIERS), st.integers(0, 2**32 - 1))
+def test_any_tiers(weight: Tensor, format: Format, widths: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(weight.numel(), generator=generator) for _ in widths]
+    check_tiers(weight, [weight.flatten()[order].view(weight.shape) for order in orders], widths, format)
+
+
+def test_tiers_of_any_strides_and_no_others() -> None:
+    weight, tier = torch.randn(2, 96, 40)
+    expected = sefp.decode(sefp.encode_unchecked(weight.T, WIDEST, Format(), [(NARROWEST, tier.T)]))
+    assert_same(cpu.quantize(weight.T, WIDEST, Format(), [(NARROWEST, tier.T)]), expected)
+    for other in (tier, tier.T.double(), tier.T[:-1]):
+        with pytest.raises(TypeError, match="tiers must be"):
+            cpu.quantize(weight.T, WIDEST, Format(), [(NARROWEST, other)])
 
 
 @PROPERTY
@@ -265,6 +307,7 @@ def everything(weight: Tensor, format: Format, isa: str) -> list[Tensor]:
         *(codes.code, codes.exponent, codes.polarity, cpu.decode(codes, isa=isa)),
         cpu.truncate(codes, Precision.E5M3, isa=isa).code,
         cpu.quantize(weight, Precision.E5M3, format, isa=isa),
+        cpu.quantize(weight, Precision.E5M8, format, [(Precision.E5M4, weight.flip(0))], isa=isa),
         cpu.dequantize(planes, columns, Precision.E5M7, format, torch.bfloat16, isa=isa),
         cpu.embedding(ids, planes, columns, Precision.E5M5, format, torch.float16, isa=isa),
         cpu.linear(x, planes, columns, Precision.E5M4, format, isa=isa),
@@ -346,6 +389,7 @@ class Arguments:
         groups, padded = ROWS * 2, ROWS * 128
         self.buffers = {
             "weight": torch.randn(ROWS * K),
+            "tier": torch.randn(ROWS * K),
             "value": torch.zeros(ROWS * K),
             "base": torch.zeros(padded // 2, dtype=torch.uint8),
             **{f"bit{number}": torch.zeros(padded // 8, dtype=torch.uint8) for number in range(5)},
@@ -364,7 +408,8 @@ class Arguments:
         self.bytes = {name: tensor.numel() * tensor.element_size() for name, tensor in self.buffers.items()}
         self.format = [2, 64, 1, 0]
         self.values = {"rows": ROWS, "columns": K, "mantissa": 8, "dtype": 0, "threads": 2, "isa": 0, "batch": 2}
-        self.values |= {"count": ROWS * K, "ids": 2, "from": 8, "to": 3, "scheme": 2, "planes": 5}
+        self.values |= {"count": ROWS * K, "ids": 2, "from": 8, "to": 3, "scheme": 2, "planes": 5, "tiers": 2}
+        self.tiers = [3, 4]
         self.null: set[str] = set()
 
     def data(self, name: str) -> tuple[int | None, int]:
@@ -381,6 +426,8 @@ class Arguments:
             *self.data("polarity"),
         )
         codes = cpu._CCodes(*self.data("code"), *self.data("code_exponent"), *self.data("code_polarity"))
+        tier, tier_bytes = self.data("tier")
+        tiers = cpu._CTiers((tier,) * 6, (tier_bytes,) * 6, tuple(self.tiers), value["tiers"])
         head = (ctypes.byref(cpu._CFormat(*self.format)), value["rows"], value["columns"])
         tail = (value["threads"], value["isa"])
         packed = (ctypes.byref(planes), value["mantissa"])
@@ -395,7 +442,7 @@ class Arguments:
             ),
             "pack": (*head, *weight, dtype, ctypes.byref(planes), ctypes.byref(clamped), ctypes.byref(index), *tail),
             "dequantize": (*head, *packed, *out, dtype, *tail),
-            "quantize": (*head, *weight, dtype, mantissa, *out, *tail),
+            "quantize": (*head, *weight, dtype, mantissa, ctypes.byref(tiers), *out, *tail),
             "rows": (*head, *packed, *self.data("index"), value["ids"], *self.data("rows"), dtype, *tail),
             "linear": (*head, *packed, *self.data("x"), value["batch"], *self.data("bias"), *self.data("y"), *tail),
         }
@@ -410,7 +457,7 @@ BUFFERS = {
     "truncate": ("code", "result"),
     "pack": ("weight", *PLANE_BUFFERS),
     "dequantize": ("value", *PLANE_BUFFERS),
-    "quantize": ("weight", "value"),
+    "quantize": ("weight", "tier", "value"),
     "rows": ("index", "rows", *PLANE_BUFFERS),
     "linear": ("x", "bias", "y", *PLANE_BUFFERS),
 }
@@ -448,6 +495,8 @@ def test_settings_out_of_range_are_refused(function: str) -> None:
         bad += [("dtype", 3, ARGUMENT), ("dtype", -1, ARGUMENT)]
     if function in ("dequantize", "rows", "linear"):
         bad += [("planes", 4, PLANES), ("planes", 6, ARGUMENT), ("planes", -1, ARGUMENT)]
+    if function == "quantize":
+        bad += [("tiers", -1, ARGUMENT), ("tiers", 7, ARGUMENT)]
     if function == "rows":
         bad += [("ids", -1, ARGUMENT), ("ids", 3, BUFFER), ("ids", 2**62, ARGUMENT)]
     if function == "linear":
@@ -461,6 +510,21 @@ def test_settings_out_of_range_are_refused(function: str) -> None:
             arguments = Arguments()
             arguments.format[position] = value
             assert arguments.call(function) == ARGUMENT, (position, value)
+
+
+@pytest.mark.parametrize("widths", [[4, 3], [3, 3], [2, 4], [3, 9]], ids=str)
+def test_tiers_must_be_widths_in_rising_order(widths: list[int]) -> None:
+    arguments = Arguments()
+    arguments.tiers = widths
+    assert arguments.call("quantize") == ARGUMENT
+
+
+def test_only_nested_has_tiers() -> None:
+    arguments = Arguments()
+    arguments.format = [1, 64, 0, 0]
+    assert arguments.call("quantize") == ARGUMENT
+    arguments.values["tiers"] = 0
+    assert arguments.call("quantize") == OK
 
 
 def test_what_is_wrong_with_the_data_has_codes_of_its_own() -> None:

@@ -170,7 +170,7 @@ def test_quantize_passes_gradients_straight_through() -> None:
 
 def test_the_ops_keep_torchs_contract() -> None:
     weight = torch.randn(3, 64)
-    torch.library.opcheck(torch.ops.otaro.quantize, (weight, 4, "nested", 64, False, 0))
+    torch.library.opcheck(torch.ops.otaro.quantize, (weight, 4, "nested", 64, False, 0, [weight + 1], [3]))
     planes = packing.pack(sefp.encode(weight))
     common = (planes.base, list(planes.bits), planes.exponent, None, 64, 8, "nested", 64)
     torch.library.opcheck(torch.ops.otaro.dequantize, (*common, torch.float16))

@@ -160,6 +160,34 @@ def test_adapters_are_trained_and_merged(tiny_llama: Path, book: Path, tmp_path:
     assert all(figures["perplexity_after"][str(w)] < figures["perplexity_before"][str(w)] for w in Precision)
 
 
+@pytest.mark.parametrize(
+    "options, method, said",
+    [
+        ((), "tiers", None),
+        (("--lora", 4), "bps", "adapters have no tiers, so the method is bps"),
+        (("--scheme", "nearest"), "bps", "the scheme nearest has no tiers, so the method is bps"),
+        (("--lora", 4, "--method", "tiers"), "tiers", None),
+        (("--lora", 4, "--method", "uniform"), "uniform", None),
+    ],
+)
+def test_where_a_recipe_cannot_have_tiers(
+    options: tuple[Any, ...],
+    method: str,
+    said: str | None,
+    book: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("otaro.tune.command.run", lambda model, out, args, *rest, **named: seen.append(args.method))
+    assert command("smollm2", tmp_path / "tuned", *short(book), *options) == 0
+    assert seen == [method]
+    printed = capsys.readouterr().err
+    assert ("so the method is bps" in printed) == (said is not None)
+    assert said is None or said in " ".join(printed.split())
+
+
 def test_lora_without_peft(tiny_llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("otaro.tune.model.find_spec", lambda name: None)
     with pytest.raises(OtaroError, match=r"otaro-llm\[tune\]"):

@@ -21,6 +21,15 @@ from otaro.tune.callbacks import LOG_NAME, read_log
 HERE = Path(__file__).parent
 CONFIGS = Path(otaro.tune.__file__).parent / "accelerate"
 SETTINGS: dict[str, Any] = {"max_steps": 18, "optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 1.0}
+# What accelerate launch makes of fsdp2.yaml.
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
 
 
 def free_port() -> int:
@@ -29,10 +38,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def two_processes(program: str, *arguments: object) -> None:
+def two_processes(program: str, *arguments: object, sharded: bool = False) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     command = [*launcher, str(HERE / program), *map(str, arguments)]
-    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(SHARDED if sharded else {})}
+    subprocess.run(command, check=True, timeout=300, env=environment)
 
 
 def check_equal(folder: Path, whole: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -52,10 +62,22 @@ def check_equal(folder: Path, whole: Path, weights: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
-    options = json.dumps({**SETTINGS, "per_device_train_batch_size": 2})
-    two_processes("tuning.py", tmp_path / "two", options, "", "")
-    whole = trainer(tmp_path / "one", **{**SETTINGS, "per_device_train_batch_size": 4})
+@pytest.mark.parametrize(
+    "batch, sharded, options",
+    [
+        (2, False, {}),
+        (2, False, {"method": "tiers"}),
+        (1, False, {"method": "tiers", "gradient_accumulation_steps": 2}),
+        (1, True, {"method": "tiers", "gradient_accumulation_steps": 2, "architecture": "llama-tied"}),
+    ],
+)
+def test_two_processes_equal_one_with_twice_the_batch(
+    batch: int, sharded: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {**SETTINGS, **options}
+    given = json.dumps({**options, "per_device_train_batch_size": batch})
+    two_processes("tuning.py", tmp_path / "two", given, "", "", sharded=sharded)
+    whole = trainer(tmp_path / "one", **{**options, "per_device_train_batch_size": 2 * batch})
     whole.train()
     check_equal(tmp_path / "two", tmp_path / "one", whole.model.state_dict())
 

@@ -96,11 +96,10 @@ def test_a_fixed_width_must_exist() -> None:
         make_path("bps", [])
 
 
-def test_tiers_are_for_all_widths() -> None:
-    path = make_path("tiers", Precision)
-    assert [path.choose() for _ in range(3)] == [M8] * 3
-    with pytest.raises(OtaroError, match="all widths"):
-        make_path("tiers", [M8, M3])
+@pytest.mark.parametrize("widths, widest", [(list(Precision), M8), ([M3, M6, M4], M6), ([M3], M3)])
+def test_tiers_begin_with_the_widest(widths: list[Precision], widest: Precision) -> None:
+    path = make_path("tiers", widths)
+    assert [path.choose() for _ in range(3)] == [widest] * 3
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -57,6 +57,7 @@ def resumed(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
     [
         ("13:SIGKILL", 10, {**ADAM, "method": "otaro"}),
         ("9:SIGKILL", 5, {"method": "uniform"}),
+        ("13:SIGKILL", 10, {**ADAM, "method": "tiers", "per_device_train_batch_size": 3, "widths": "E5M6,E5M4,E5M3"}),
         ("save:SIGKILL", 5, {**ADAM, "method": "otaro", "save_total_limit": 1, "gradient_accumulation_steps": 2}),
     ],
 )

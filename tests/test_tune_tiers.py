@@ -17,6 +17,8 @@ from otaro.errors import OtaroError
 from otaro.nn import FakeSefpEmbedding, FakeSefpLinear
 from otaro.precision import Precision
 from otaro.sefp import Format, Tiers
+from otaro.tune.data import IGNORED
+from otaro.tune.distillation import distilled_loss
 from otaro.tune.tiers import add_tiers, settle, settle_model
 from otaro.tune.trainer import OtaroTrainer
 
@@ -88,6 +90,25 @@ def test_gradients_go_to_the_tier_of_the_width() -> None:
         assert touched == {expected, "0.bias"}
 
 
+def test_compiled_a_layer_stays_whole_and_the_same() -> None:
+    layer = nn.Sequential(nn.Linear(70, 8))
+    convert.simulate(layer, Format(polarity=True))
+    add_tiers(layer, [M3, M4])
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for width in Precision:
+        convert.set_precision(layer, width)
+        results = []
+        for model in (layer, compiled):
+            layer.zero_grad()
+            result = model(torch.ones(1, 70))
+            result.sum().backward()
+            results.append((result.detach(), {name: p.grad for name, p in layer.named_parameters()}))
+        torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral", "gpt-oss"])
 def test_models_compute_the_same_settled(name: str) -> None:
     model = random_model(name).eval()
@@ -133,11 +154,38 @@ def test_an_embedding_has_no_tier_below_its_floor() -> None:
     assert "lm_head.weight_E5M4" not in model.state_dict()
 
 
+@pytest.mark.parametrize(
+    "floor, widths, embedding, linear",
+    [(M4, [M3, M4], [M4], [M3, M4]), (M8, [M3, M4], [], [M3, M4]), (M4, [M3], [], [M3]), (M3, [M3], [M3], [M3])],
+)
+def test_the_weight_itself_decides_the_widest(
+    floor: Precision, widths: list[Precision], embedding: list[Precision], linear: list[Precision]
+) -> None:
+    """Tuned for E5M8 at most, or for E5M4 where that is no tier."""
+    model = random_model("llama")
+    convert.simulate(model, Format(), floor)
+    add_tiers(model, widths, M8 if M4 in widths else M4)
+    for layer, expected in ((model.model.embed_tokens, embedding), (model.model.layers[0].mlp.up_proj, linear)):
+        assert [width for width, _ in layer.tiers.get("weight", ())] == expected
+    before = {name: value.clone() for name, value in model.state_dict().items() if "_E5M" not in name}
+    assert settle_model(model) == 0
+    assert model.state_dict().keys() == before.keys()
+
+
 def test_only_nested_has_tiers() -> None:
     layer = nn.Sequential(nn.Linear(64, 2))
     convert.simulate(layer, Format("nearest"))
     with pytest.raises(OtaroError, match="nested"):
         add_tiers(layer, [M3])
+
+
+def share_by_hand(model: nn.Module) -> None:
+    """Three twentieths of the widest width's gradient for E5M3, half of it for E5M4."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        for width, share in (("E5M3", 0.15), ("E5M4", 0.5)):
+            if name.endswith(f"_{width}"):
+                parameter.grad = parameter.grad + share * parameters[name.removesuffix(f"_{width}")].grad
 
 
 def test_a_run_by_hand(tmp_path: Path) -> None:
@@ -159,6 +207,7 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
             expected = teacher[rows, :-1].softmax(-1)
             divergence = (expected * (expected.log() - logits.log_softmax(-1))).sum(-1).mean()
             ((0.5 * cross_entropy + 0.5 * divergence) / 2).backward()
+        share_by_hand(model)
         optimizer.step()
         optimizer.zero_grad()
     settle_model(model)
@@ -195,6 +244,134 @@ def test_a_batch_of_one_goes_to_the_tiers_in_turn(tmp_path: Path) -> None:
     run = trainer(tmp_path, method="tiers", per_device_train_batch_size=1, max_steps=8)
     run.train()
     assert run.path.counts[M3] == run.path.counts[M4] == 4
+
+
+class Passes:
+    """Which sequences went through a model at which width while it was trained."""
+
+    def __init__(self, run: OtaroTrainer) -> None:
+        self.seen: list[tuple[Precision | None, list[int]]] = []
+        self._run = run
+        run.model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, model: nn.Module, arguments: object, inputs: dict[str, torch.Tensor]) -> None:
+        rows = [int((Blocks().ids == ids).all(-1).nonzero()) for ids in inputs["input_ids"]]
+        self.seen.append((self._run._layers[0].precision, rows))
+
+    def at(self, width: Precision, passes: slice) -> list[int]:
+        return sorted(row for seen, rows in self.seen[passes] if seen == width for row in rows)
+
+
+def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
+    options = {"method": "tiers", "max_steps": 8, "distillation": 0.5}
+    large = trainer(tmp_path / "large", **options, per_device_train_batch_size=6)
+    small = trainer(tmp_path / "small", **options, per_device_train_batch_size=3, gradient_accumulation_steps=2)
+    first, second = Passes(large), Passes(small)
+    large.train()
+    small.train()
+    # Tiers get the same three of an update's six sequences, whether they come at once or odd numbers at a time.
+    for update in range(8):
+        one, other = slice(3 * update, 3 * update + 3), slice(6 * update, 6 * update + 6)
+        for width, count in ((M8, 6), (M4, 3), (M3, 3)):
+            assert len(first.at(width, one)) == count
+            assert first.at(width, one) == second.at(width, other)
+    for name, value in large.model.state_dict().items():
+        torch.testing.assert_close(small.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_sequences_without_a_label_do_not_count(tmp_path: Path) -> None:
+    """Tokens are counted over an update, not averaged over its batches."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    run = trainer(tmp_path, method="tiers", max_steps=1, distillation=1.0, **sizes)
+    labels = Blocks().ids.clone()
+    labels[:6, :-2] = -100
+    run.train_dataset = [{"input_ids": ids, "labels": label} for ids, label in zip(Blocks().ids, labels, strict=True)]
+    model = random_model("llama")
+    convert.simulate(model, run.args.format, run.args.floor)
+    add_tiers(model, [M3, M4])
+    batches = [batch for _, batch in zip(range(2), run.get_train_dataloader(), strict=False)]
+    ids, chosen = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
+    assert len({int(count) for count in (chosen != -100).sum(-1)}) > 1
+    convert.set_precision(model, M8)
+    outputs = model(input_ids=ids, labels=chosen)
+    outputs.loss.backward()
+    for width, rows in ((M3, slice(0, None, 2)), (M4, slice(1, None, 2))):
+        convert.set_precision(model, width)
+        marked = chosen[rows, 1:] != -100
+        found = model(input_ids=ids[rows]).logits[:, :-1][marked].log_softmax(-1)
+        expected = outputs.logits.detach()[rows, :-1][marked].softmax(-1)
+        ((expected * (expected.log() - found)).sum(-1).mean() / 2).backward()
+    share_by_hand(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.05 * parameter.grad)
+    settle_model(model)
+    run.train()
+    for name, weight in model.state_dict().items():
+        assert torch.allclose(weight, run.model.state_dict()[name], atol=1e-5), name
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    """The forward pass is computed again in the backward one, at the width it had."""
+    runs = [trainer(tmp_path / str(on), method="tiers", max_steps=6, gradient_checkpointing=on) for on in (0, 1)]
+    for run in runs:
+        run.train()
+    plain, checkpointed = (run.model.state_dict() for run in runs)
+    assert all(torch.equal(value, checkpointed[name]) for name, value in plain.items())
+
+
+def test_bf16_trains_float32_weights(tmp_path: Path) -> None:
+    options = {"bf16": True, "optim": "adamw_torch", "learning_rate": 3e-3, "max_steps": 30}
+    run = trainer(tmp_path, method="tiers", per_device_train_batch_size=4, **options)
+    first = run.evaluate(Blocks(4))
+    run.train()
+    assert {value.dtype for value in run.model.state_dict().values()} == {torch.float32}
+    last = run.evaluate(Blocks(4))
+    assert all(last[f"eval_loss_{width}"] < first[f"eval_loss_{width}"] for width in Precision)
+
+
+@pytest.mark.parametrize(
+    "widths, passes, tiers",
+    [
+        ("E5M6,E5M3", [M6, M3], ["E5M3"]),
+        ("E5M4,E5M3", [M4, M3], ["E5M3"]),
+        ("E5M8,E5M5,E5M4", [M8, M4], ["E5M4"]),
+        ("E5M7,E5M5", [M7], []),
+        ("E5M3", [M3], []),
+    ],
+)
+def test_only_widths_that_are_wanted(widths: str, passes: list[Precision], tiers: list[str], tmp_path: Path) -> None:
+    run = trainer(tmp_path, method="tiers", widths=widths, max_steps=4)
+    found = {name.rpartition("weight_")[2] for name in run.model.state_dict() if "proj.weight_" in name}
+    assert found == set(tiers)
+    seen = Passes(run)
+    run.train()
+    assert [width for width, _ in seen.seen] == passes * 4
+    if not tiers:
+        fixed = trainer(tmp_path / "fixed", method=f"fixed:{passes[0]}", max_steps=4)
+        fixed.train()
+        for name, value in fixed.model.state_dict().items():
+            assert torch.equal(value, run.model.state_dict()[name])
+
+
+@pytest.mark.parametrize("distillation", [0.0, 0.75, 1.0])
+def test_the_taught_loss_has_the_gradient_that_autograd_finds(distillation: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits, teacher = torch.randn(2, 3, 200, 50, generator=generator).mul(2)
+    labels = torch.randint(0, 50, (3, 200), generator=generator)
+    labels[0, :150] = IGNORED
+    logits.requires_grad_()
+    loss, cross_entropy = distilled_loss(logits, teacher, labels, distillation)
+    (found,) = torch.autograd.grad(3 * loss, logits)
+    chosen = labels[:, 1:] != IGNORED
+    values = logits[:, :-1][chosen].log_softmax(-1)
+    expected = nn.functional.nll_loss(values, labels[:, 1:][chosen], reduction="sum")
+    torch.testing.assert_close(cross_entropy, expected.detach())
+    divergence = nn.functional.kl_div(values, teacher[:, :-1][chosen].log_softmax(-1), reduction="sum", log_target=True)
+    wanted = (1 - distillation) * expected + distillation * divergence
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found, torch.autograd.grad(3 * wanted, logits)[0], rtol=1e-4, atol=1e-6)
+    assert not cross_entropy.requires_grad
 
 
 def test_too_many_tiers_are_refused(tmp_path: Path) -> None:

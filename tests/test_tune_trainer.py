@@ -293,7 +293,7 @@ def test_settings_that_cannot_be(options: dict[str, Any], kind: type[Exception],
         arguments(tmp_path, **options)
 
 
-@pytest.mark.parametrize(("name", "method"), [("default", "bps"), ("paper", "otaro")])
+@pytest.mark.parametrize(("name", "method"), [("default", "tiers"), ("paper", "otaro")])
 def test_recipes_are_settings(name: str, method: str, tmp_path: Path) -> None:
     assert set(config.RECIPES) == {"default", "paper"}
     assert arguments(tmp_path, **config.recipe(name)).method == method

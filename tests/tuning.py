@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from architectures import VOCABULARY, random_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from otaro.tune.config import TuneArguments
+from otaro.tune.tiers import without_tiers
 from otaro.tune.trainer import OtaroTrainer
 
 
@@ -68,9 +72,19 @@ class KillAt(TrainerCallback):  # type: ignore[misc]
             os.kill(os.getpid(), self.number)
 
 
+def shard(run: OtaroTrainer) -> None:
+    """Have accelerate shard the weights, which it does by itself only on GPUs; for a process of its own."""
+    # A property, because accelerate sets it time and again.
+    AcceleratorState.distributed_type = property(lambda state: DistributedType.FSDP, lambda state, value: None)
+    run.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    run.is_fsdp_enabled = True
+
+
 def main(folder: str, options: str, kill: str, resume: str) -> None:
     """Train in a process of its own; `kill` is ``step:signal``, ``save:signal`` (amid the second one) or empty."""
     run = trainer(folder, **json.loads(options))
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        shard(run)
     when, _, name = kill.partition(":")
     if when == "save":
         save, saved = run._save_rng_state, []
@@ -85,9 +99,11 @@ def main(folder: str, options: str, kill: str, resume: str) -> None:
     elif when:
         run.add_callback(KillAt(int(when), getattr(signal, name)))
     run.train(resume_from_checkpoint=resume == "resume" or None)
+    assert run.is_fsdp_enabled == any(isinstance(weight, DTensor) for weight in run.model.parameters())
+    # Of sharded weights every process gives its part.
+    whole = run.accelerator.get_state_dict(run.model) if run.is_fsdp_enabled else run.model.state_dict()
     if run.is_world_process_zero():
-        model = run.accelerator.unwrap_model(run.model)
-        torch.save(model.state_dict(), Path(folder) / "weights.pt")
+        torch.save(without_tiers(whole), Path(folder) / "weights.pt")
         (Path(folder) / "interrupted").write_text(str(run.interrupted))
 
 

@@ -13,7 +13,7 @@ and pass them through the format on their way into the product; gradients go str
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -207,8 +207,17 @@ class FakeSefp(nn.Module):
     """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`."""
     trained: Tensor | None = None
     """What the gradient of `values` goes to, if not the weight."""
-    tiers: Mapping[str, Tiers] = MappingProxyType({})
-    """For each weight by its name the tiers that decide its narrow widths: see `otaro.tune.tiers`."""
+    tier_places: Mapping[str, Sequence[tuple[Precision, nn.Module, str]]] = MappingProxyType({})
+    """Where the tiers of each weight lie, by its name: width, module and the name there. See `otaro.tune.tiers`."""
+
+    @property
+    def tiers(self) -> dict[str, Tiers]:
+        """For each weight by its name the tiers that decide its narrow widths."""
+        # Looked up each time: sharding puts another tensor in their place for every pass.
+        return {
+            weight: [(width, cast(Tensor, module._parameters[name])) for width, module, name in places]
+            for weight, places in self.tier_places.items()
+        }
 
     @property
     def width(self) -> Precision | None:
@@ -233,7 +242,8 @@ class FakeSefpLinear(FakeSefp, nn.Linear):
     """A linear layer that computes with its weight's SEFP values and trains the weight itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.simulate(self.weight, self.tiers.get("weight", ())), self.bias)
+        tiers = () if self.values is not None else self.tiers.get("weight", ())
+        return functional.linear(x, self.simulate(self.weight, tiers), self.bias)
 
 
 class FakeSefpEmbedding(FakeSefp, nn.Embedding):
@@ -242,10 +252,10 @@ class FakeSefpEmbedding(FakeSefp, nn.Embedding):
     scale: float | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        tiers = self.tiers.get("weight", ())
         if self.values is not None:
-            values = functional.embedding(ids, self.simulate(self.weight, tiers), self.padding_idx)
+            values = functional.embedding(ids, self.simulate(self.weight), self.padding_idx)
         else:  # rows are quantised one by one, so those that are looked up are enough
+            tiers = self.tiers.get("weight", ())
             rows = [(width, functional.embedding(ids, tier, self.padding_idx)) for width, tier in tiers]
             values = self.simulate(functional.embedding(ids, self.weight, self.padding_idx), rows)
         return values if self.scale is None else values * torch.tensor(self.scale, dtype=values.dtype)

@@ -120,17 +120,11 @@ def fake_quantize(weight: Tensor, precision: Precision, format: Format, tiers: T
 
     With `tiers` they go to the tensor that decides that width's last bit.
     """
-    if tiers:
-        module = quantize_backend(weight.device)
-        backend = reference if module is cpu else module
-        detached = [(width, tier.detach()) for width, tier in tiers]
-        values = backend.quantize(weight.detach(), precision, format, detached)
-        return straight_through(deciding(weight, precision, tiers), values)
     if format.scheme == "nearest" and precision < WIDEST:
         codec = cpu if _backend(weight.device) is cpu else sefp
         codes = codec.truncate(codec.encode(weight.detach(), WIDEST, format), precision)
         return straight_through(weight, codec.decode(codes, weight.dtype))
-    return _quantize(weight, precision, format)
+    return _quantize(weight, precision, format, tiers)
 
 
 def deciding(weight: Tensor, precision: Precision, tiers: Tiers) -> Tensor:
@@ -201,14 +195,17 @@ def _format(scheme: str, group_size: int, polarity: Tensor | bool | None, by_err
     return Format(scheme, group_size, refined, Precision.from_mantissa(by_error) if by_error else None)  # type: ignore[arg-type]
 
 
-def _quantize(weight: Tensor, precision: Precision, format: Format) -> Tensor:
-    if not torch.compiler.is_compiling():
-        return straight_through(weight, quantize_backend(weight.device).quantize(weight.detach(), precision, format))
-    by_error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
-    values: Tensor = torch.ops.otaro.quantize(
-        weight, precision.mantissa, format.scheme, format.group_size, format.polarity, by_error
-    )
-    return values
+def _quantize(weight: Tensor, precision: Precision, format: Format, tiers: Tiers = ()) -> Tensor:
+    given = [(width, tier.detach()) for width, tier in tiers]
+    if torch.compiler.is_compiling():
+        by_error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
+        values = torch.ops.otaro.quantize(
+            *(weight.detach(), precision.mantissa, format.scheme, format.group_size, format.polarity, by_error),
+            *([tier for _, tier in given], [width.mantissa for width, _ in given]),
+        )
+    else:
+        values = quantize_backend(weight.device).quantize(weight.detach(), precision, format, given)
+    return straight_through(deciding(weight, precision, tiers), values)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -223,23 +220,34 @@ class _StraightThrough(torch.autograd.Function):
 
 @torch.library.custom_op("otaro::quantize", mutates_args=())
 def _quantize_op(
-    weight: Tensor, mantissa: int, scheme: str, group_size: int, polarity: bool, exponent_by_error: int
+    weight: Tensor,
+    mantissa: int,
+    scheme: str,
+    group_size: int,
+    polarity: bool,
+    exponent_by_error: int,
+    tiers: list[Tensor],
+    tier_mantissas: list[int],
 ) -> Tensor:
     format = _format(scheme, group_size, polarity, exponent_by_error)
-    values: Tensor = quantize_backend(weight.device).quantize(weight, Precision.from_mantissa(mantissa), format)
+    listed = list(zip(map(Precision.from_mantissa, tier_mantissas), tiers, strict=True))
+    backend = quantize_backend(weight.device)
+    values: Tensor = backend.quantize(weight, Precision.from_mantissa(mantissa), format, listed)
     return values
 
 
 @_quantize_op.register_fake
-def _(weight: Tensor, mantissa: int, scheme: str, group_size: int, polarity: bool, exponent_by_error: int) -> Tensor:
+def _(
+    weight: Tensor,
+    mantissa: int,
+    scheme: str,
+    group_size: int,
+    polarity: bool,
+    exponent_by_error: int,
+    tiers: list[Tensor],
+    tier_mantissas: list[int],
+) -> Tensor:
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
-
-
-def _quantize_backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-    return gradient, None, None, None, None, None
-
-
-_quantize_op.register_autograd(_quantize_backward)
 
 
 @torch.library.custom_op("otaro::dequantize", mutates_args=())

@@ -21,9 +21,9 @@ from otaro import sefp
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.packing import Planes, padded_columns, plane_shapes
 from otaro.precision import NARROWEST, WIDEST, Precision
-from otaro.sefp import Codes, Format
+from otaro.sefp import Codes, Format, Tiers
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "libotaro_core.so"
 LIBRARY_VARIABLE = "OTARO_NATIVE_LIBRARY"
 
@@ -69,6 +69,15 @@ class _CCodes(ctypes.Structure):
     )
 
 
+class _CTiers(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p * len(Precision)),
+        ("weight_bytes", ctypes.c_int64 * len(Precision)),
+        ("mantissa", ctypes.c_int32 * len(Precision)),
+        ("count", ctypes.c_int32),
+    )
+
+
 _INT, _LONG, _DATA, _STRUCT = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "otaro_abi_version": (),
@@ -79,7 +88,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "otaro_truncate": (_INT, _LONG, _DATA, _LONG, _INT, _INT, _DATA, _LONG, _INT, _INT),
     "otaro_pack": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _STRUCT, _DATA, _DATA, _INT, _INT),
     "otaro_dequantize": (_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _INT, _INT, _INT),
-    "otaro_quantize": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _DATA, _LONG, _INT, _INT),
+    "otaro_quantize": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _STRUCT, _DATA, _LONG, _INT, _INT),
     "otaro_rows": (_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _INT),
     "otaro_linear": (
         *(_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _LONG),
@@ -148,13 +157,19 @@ def dequantize(
     return value
 
 
-def quantize(weight: Tensor, precision: Precision, format: Format, *, isa: str | None = None) -> Tensor:
+def quantize(
+    weight: Tensor, precision: Precision, format: Format, tiers: Tiers = (), *, isa: str | None = None
+) -> Tensor:
     """The values a tensor's weights have at a width, in its own dtype. Weights are taken to be finite."""
     weight = _contiguous(weight)
     value = torch.empty_like(weight)
+    listed = [(width, _contiguous(tier)) for width, tier in tiers]
+    if any(tier.shape != weight.shape or tier.dtype != weight.dtype for _, tier in listed):
+        raise TypeError(f"tiers must be {weight.dtype} of shape {list(weight.shape)}, as the weight is")
     error = library().otaro_quantize(
         *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _dtype(weight.dtype)),
-        *(precision.mantissa, *_data(value), _threads(), isa_number(isa)),
+        *(precision.mantissa, ctypes.byref(_c_tiers(listed)) if listed else None),
+        *(*_data(value), _threads(), isa_number(isa)),
     )
     check(error)
     return value
@@ -399,6 +414,15 @@ def c_planes(planes: Planes) -> _CPlanes:
         len(bits),
         *_data(planes.exponent),
         *((None, 0) if planes.polarity is None else _data(planes.polarity)),
+    )
+
+
+def _c_tiers(tiers: Tiers) -> _CTiers:
+    return _CTiers(
+        (ctypes.c_void_p * len(Precision))(*(tier.data_ptr() for _, tier in tiers)),
+        (ctypes.c_int64 * len(Precision))(*(_data(tier)[1] for _, tier in tiers)),
+        (ctypes.c_int32 * len(Precision))(*(width.mantissa for width, _ in tiers)),
+        len(tiers),
     )
 
 

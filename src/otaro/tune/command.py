@@ -58,7 +58,9 @@ def tune(
     padded: Annotated[
         bool, typer.Option("--padded", help="One example to a sequence, padded, instead of packed into blocks.")
     ] = False,
-    learning_rate: Annotated[float | None, typer.Option(min=0, help="The recipe's if left out.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help="The recipe's if left out, scaled to the model's size.")
+    ] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="adamw_torch, sgd or another of transformers' names; the recipe's if left out.")
     ] = None,
@@ -86,7 +88,7 @@ def tune(
     ultra_low: Annotated[str, typer.Option(help="The widths whose gradients are held back.")] = "E5M4,E5M3",
     distillation: Annotated[
         float, typer.Option(min=0, max=1, help="How much a tier learns from the widest width, not from the data.")
-    ] = 1.0,
+    ] = 0.75,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
     ] = None,
@@ -141,6 +143,12 @@ def tune(
         "embedding_floor": embedding_floor,
     }
     options = {**find_recipe(recipe), **{name: value for name, value in given.items() if value is not None}}
+    if method is None and options["method"] == "tiers":
+        reason = no_tiers(lora, options["scheme"])
+        if reason is not None:
+            options["method"] = "bps"
+            if _is_first():
+                note(f"{reason}, so the method is bps")
     args = TuneArguments(
         **options,
         output_dir=str(work),
@@ -183,9 +191,17 @@ def tune(
         eval_windows=eval_windows,
         early_stopping=early_stopping,
         resume=resume,
+        scaled=recipe == "default" and learning_rate is None and lora is None,
     )
     if _is_first():
         note(f"The tuned model is in {out}: pack it with otaro pack {out} {out}-packed{pack_options(args)}")
+
+
+def no_tiers(lora: int | None, scheme: str) -> str | None:
+    """Why a run cannot use the method tiers, should a recipe name it; None where it can."""
+    if lora is not None:
+        return "adapters have no tiers"
+    return None if scheme == "nested" else f"the scheme {scheme} has no tiers"
 
 
 def _is_first() -> bool:
@@ -206,8 +222,12 @@ def run(
     eval_windows: int,
     resume: bool,
     early_stopping: int | None = None,
+    scaled: bool = False,
 ) -> None:
-    """Tune, measure and write; `args` says where checkpoints go."""
+    """Tune, measure and write; `args` says where checkpoints go.
+
+    `scaled` adapts the learning rate to the model's size (`scaled_learning_rate`).
+    """
     from transformers import EarlyStoppingCallback
 
     from otaro.evaluate.model import source_tokenizer
@@ -216,9 +236,11 @@ def run(
     from otaro.sources import open_source
     from otaro.tune import report
     from otaro.tune.callbacks import LOG_NAME, read_log
+    from otaro.tune.config import scaled_learning_rate
     from otaro.tune.data import load_blocks, make_collator, text_blocks
     from otaro.tune.model import add_adapters, load_model, merge_adapters, save_model
     from otaro.tune.resume import checkpoints, last_complete
+    from otaro.tune.tiers import without_tiers
     from otaro.tune.trainer import OtaroTrainer
 
     work = Path(args.output_dir)
@@ -234,6 +256,8 @@ def run(
         longest = context_length(source.model)
         blocks = load_blocks(data, tokenizer, sequence_length, longest=longest, layout=layout)
         network = load_model(source, progress)
+        if scaled:
+            args.learning_rate = scaled_learning_rate(args.learning_rate, network.config.get_text_config().hidden_size)
         if lora is not None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
             raise OtaroError("adapters cannot be merged into sharded weights: use LoRA with DDP, not with FSDP")
         if lora is not None:
@@ -258,7 +282,9 @@ def run(
                 note(f"stopped after {trainer.state.global_step} updates: add --resume to the same command to go on")
             raise typer.Exit(EXIT_STOPPED)
         widths = list(Precision)
-        state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+        state = None
+        if trainer.is_fsdp_enabled:
+            state = without_tiers(trainer.accelerator.get_state_dict(trainer.model))
         final = trainer.accelerator.unwrap_model(trainer.model)
         if lora is not None:
             final = trainer.model = merge_adapters(final)

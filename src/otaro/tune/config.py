@@ -42,7 +42,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     ultra_low: str = field(default="E5M4,E5M3", metadata={"help": "The widths whose gradients are held."})
     tiers: str = field(default="E5M4,E5M3", metadata={"help": "The widths with weights of their own (tiers only)."})
     distillation: float = field(
-        default=1.0,
+        default=0.75,
         metadata={"help": "How much of a tier's loss is the divergence from the widest width (tiers only)."},
     )
     scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
@@ -66,7 +66,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError(f"a delay of {self.delay} batches holds nothing: choose 1 or more")
         if self.delay_apply not in APPLY:
             raise OtaroError(f"held gradients are applied as {' or '.join(APPLY)}, not as {self.delay_apply!r}")
-        if len(self.tier_widths) > MOST_TIERS:
+        if len(parse_precisions(self.tiers)) > MOST_TIERS:
             raise OtaroError(f"{self.tiers} are too many tiers: choose at most {MOST_TIERS}")
         if not 0 <= self.distillation <= 1:
             raise OtaroError(f"a distillation of {self.distillation} is no share: choose from 0 to 1")
@@ -84,7 +84,9 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
 
     @property
     def tier_widths(self) -> list[Precision]:
-        return sorted(parse_precisions(self.tiers))
+        """Of the widths to tune for those with weights of their own, the narrowest first; never the widest."""
+        wanted = self.path_widths
+        return sorted(width for width in parse_precisions(self.tiers) if width in wanted and width < max(wanted))
 
     @property
     def format(self) -> Format:
@@ -145,16 +147,17 @@ RECIPES: dict[str, dict[str, Any]] = {
         "scheme": "nearest",
         "group_size": 64,
     },
-    # What held up best so far (docs/tuning.md): LAA costs quality under Adam, so ultra-low widths do not wait.
-    # For the method otaro the mean of held gradients, since a sum would only inflate Adam's second moment.
+    # What held up best (docs/tuning.md, docs/results.md). The learning rate is that of a model with a hidden size of
+    # REFERENCE_SIZE: see `scaled_learning_rate`. For the method otaro the mean of held gradients: a sum would inflate
+    # Adam's second moment.
     "default": {
         "optim": "adamw_torch",
-        "learning_rate": 3e-5,
+        "learning_rate": 3e-4,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.03,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
-        "method": "bps",
+        "method": "tiers",
         "exploration": 5.0,
         "delay": 10,
         "delay_apply": "mean",
@@ -162,6 +165,14 @@ RECIPES: dict[str, dict[str, Any]] = {
         "group_size": 64,
     },
 }
+
+
+REFERENCE_SIZE = 576
+
+
+def scaled_learning_rate(learning_rate: float, hidden_size: int) -> float:
+    """The recipe's learning rate for a model of that width: wider layers take smaller steps, in proportion."""
+    return learning_rate * REFERENCE_SIZE / hidden_size
 
 
 def recipe(name: str) -> dict[str, Any]:

@@ -52,13 +52,13 @@ class _Distilled(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, teacher: Tensor, distillation: float
     ) -> tuple[Tensor, Tensor]:
-        count = (targets != IGNORED).sum().clamp(min=1)
+        one = torch.ones((), device=logits.device)
         gradient = torch.empty_like(logits)
         loss = cross_entropy = torch.zeros((), device=logits.device)
         for start in range(0, len(logits), ROWS):
             rows = slice(start, start + ROWS)
             found, entropy, gradient[rows] = loss_and_gradient(
-                logits[rows], targets[rows], teacher[rows], 1 - distillation, distillation, count
+                logits[rows], targets[rows], teacher[rows], 1 - distillation, distillation, one
             )
             loss, cross_entropy = loss + found, cross_entropy + entropy
         ctx.save_for_backward(gradient)
@@ -72,7 +72,7 @@ class _Distilled(torch.autograd.Function):
 
 
 def distilled_loss(logits: Tensor, teacher: Tensor, labels: Tensor, distillation: float) -> tuple[Tensor, Tensor]:
-    """What a narrow width learns from, and its cross entropy: means over the predicted tokens of a batch.
+    """What a narrow width learns from, and its cross entropy: sums over the predicted tokens.
 
     `distillation` is the share of the KL divergence from the teacher's predictions, the rest is the cross entropy.
     """

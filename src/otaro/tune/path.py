@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from otaro.errors import OtaroError
-from otaro.precision import WIDEST, Precision, join
+from otaro.precision import Precision, join
 
 
 class Path(ABC):
@@ -127,7 +127,7 @@ class TieredPath(Path):
     """The widest width of all; the trainer then goes through the tiers by itself (see `otaro.tune.tiers`)."""
 
     def choose(self) -> Precision:
-        return WIDEST
+        return self.widths[0]
 
 
 def make_path(method: str, widths: Iterable[Precision], *, exploration: float = 5.0, seed: int = 0) -> Path:
@@ -144,8 +144,6 @@ def make_path(method: str, widths: Iterable[Precision], *, exploration: float = 
     if name == "uniform" and not width:
         return UniformPath(widths, seed)
     if name == "tiers" and not width:
-        if set(widths) != set(Precision):
-            raise OtaroError("tiers are tuned for all widths: leave the widths out, or choose another method")
         return TieredPath(widths)
     if name == "fp16" and not width:
         return FixedPath(None)

@@ -10,6 +10,10 @@ keep their own place except where a cell they were in is given up, and then move
 When tuning ends, :func:`settle` makes ordinary weights of the tiers: ones whose own codes are the codes of the tiers at
 every width. They are saved and packed like any others, and nothing of the tiers is left.
 
+Most of what there is to learn is the same at every width, and the widest width sees the whole batch where a tier sees a
+part of it. So a tier also takes a share of the widest width's gradient (:data:`GRADIENT_SHARE`): less at E5M3, whose
+gradient has the least in common with it.
+
 Exponents come from the widest tier. Settled weights could have another exponent where the largest weight of a group was
 moved, so settling repeats with the settled weights' exponents until they stay.
 """
@@ -20,7 +24,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from accelerate import Accelerator
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from otaro import sefp
 from otaro.errors import OtaroError
@@ -31,16 +38,21 @@ from otaro.tune.data import IGNORED
 
 ROUNDS = 8
 
+GRADIENT_SHARE = {Precision.E5M3: 0.15}
+"""What a tier takes of the widest width's gradient beside its own; docs/results.md has the trials."""
+GRADIENT_SHARE_WIDER = 0.5
 
-def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
+
+def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision = WIDEST) -> None:
     """Give the simulated layers of a model tiers at these widths, equal to their weights at first.
 
     They are parameters beside the weight, ``weight_E5M3``, so that they are trained, saved and restored like it. A
-    weight that several layers share has tiers that they share.
+    weight that several layers share has tiers that they share. `widest` is the widest width that is tuned: its bits the
+    weight itself decides.
     """
-    if any(width >= WIDEST for width in widths):
-        raise OtaroError(f"the tier of {WIDEST} is the weight itself: name narrower widths")
-    shared: dict[int, dict[Precision, nn.Parameter]] = {}
+    if any(width >= widest for width in widths):
+        raise OtaroError(f"the tier of {widest} is the weight itself: name narrower widths")
+    shared: dict[int, list[tuple[Precision, nn.Module, str]]] = {}
     for module in model.modules():
         if not isinstance(module, FakeSefp):
             continue
@@ -51,52 +63,123 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
             if name == "bias" or (name not in getattr(module, "fused", {"weight": False})):
                 continue
             if id(weight) not in shared:
-                deciding = sorted({max(width, module.floor) for width in widths})
-                shared[id(weight)] = {width: nn.Parameter(weight.detach().clone()) for width in deciding}
-                for width, tier in shared[id(weight)].items():
-                    module.register_parameter(f"{name}_{width}", tier)
-            found[name] = tuple(shared[id(weight)].items())
-        module.__dict__["tiers"] = found
+                deciding = sorted({max(width, module.floor) for width in widths if module.floor < widest})
+                shared[id(weight)] = [(width, module, f"{name}_{width}") for width in deciding]
+                for _, _, tier in shared[id(weight)]:
+                    module.register_parameter(tier, nn.Parameter(weight.detach().clone()))
+            if shared[id(weight)]:
+                found[name] = tuple(shared[id(weight)])
+        module.__dict__["tier_places"] = found
 
 
-def tier_loss(logits: Tensor, teacher: Tensor, labels: Tensor, distillation: float) -> tuple[Tensor, Tensor]:
-    """What a tier learns from, and its cross entropy: means over the predicted tokens of a batch.
+class Shares:
+    """How the tiers share an update's sequences: numbered through, they fall to the tiers one by one, in turns.
 
-    `distillation` is the share of the KL divergence from the teacher's predictions, the rest is the cross entropy.
+    Numbered over micro-batches and processes, so that the tiers get the same ones however an update is spread out: a
+    batch of the update, the n-th of a process, begins with the sequence (n · processes + process) · batch size.
     """
-    chosen = labels[:, 1:] != IGNORED
-    found = logits[:, :-1][chosen].float()
-    cross_entropy = nn.functional.cross_entropy(found, labels[:, 1:][chosen])
-    if distillation == 0:
-        return cross_entropy, cross_entropy.detach()
-    expected = teacher[:, :-1][chosen].float().log_softmax(-1)
-    divergence = nn.functional.kl_div(found.log_softmax(-1), expected, reduction="batchmean", log_target=True)
-    return distillation * divergence + (1 - distillation) * cross_entropy, cross_entropy.detach()
+
+    def __init__(self, tiers: int, turn: int, batch_size: int, accelerator: Accelerator) -> None:
+        self._tiers = tiers
+        self._turn = turn
+        self._batch_size = batch_size
+        self._accelerator = accelerator
+        self.tokens: list[int] = []
+        """What each tier has to predict, in all micro-batches of all processes."""
+
+    def rows(self, tier: int, number: int) -> slice:
+        """Of the n-th micro-batch those that are a tier's."""
+        first = (number * self._accelerator.num_processes + self._accelerator.process_index) * self._batch_size
+        return slice((tier + self._turn - first) % self._tiers, None, self._tiers)
+
+    def count(self, batches: Sequence[Any]) -> None:
+        """Learn what an update consists of."""
+        counts = torch.zeros(self._tiers, dtype=torch.int64, device=self._accelerator.device)
+        for number, batch in enumerate(batches):
+            predicted = (batch["labels"][:, 1:] != IGNORED).sum(-1).to(counts.device)
+            for tier in range(self._tiers):
+                counts[tier] += predicted[self.rows(tier, number)].sum()
+        self.tokens = self._accelerator.reduce(counts, "sum").tolist()
+
+
+@torch.no_grad()
+def average_gradients(model: nn.Module) -> None:
+    """Average gradients over all processes; one that used a weight in no pass takes part with zeros."""
+    waiting = []
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.div_(distributed.get_world_size())
+        waiting.append(distributed.all_reduce(parameter.grad, async_op=True))
+    for work in waiting:
+        work.wait()
+
+
+@torch.no_grad()
+def share_gradients(model: nn.Module) -> None:
+    """Give the tiers their shares of the gradient of the weight they belong to, once an update's passes are done."""
+    given: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+    seen: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, FakeSefp):
+            continue
+        for name, tiers in module.tiers.items():
+            weight = module._parameters[name]
+            for width, tier in tiers:
+                if id(tier) not in seen and weight is not None and weight.grad is not None and tier.grad is not None:
+                    seen.add(id(tier))
+                    targets, sources = given.setdefault(GRADIENT_SHARE.get(width, GRADIENT_SHARE_WIDER), ([], []))
+                    targets.append(tier.grad)
+                    sources.append(weight.grad)
+    for share, (targets, sources) in given.items():
+        torch._foreach_add_(targets, sources, alpha=share)
 
 
 @torch.no_grad()
 def settle_model(model: nn.Module) -> int:
-    """Make ordinary weights of a model's tiers, in place; returns how many groups did not keep a tier's bits."""
+    """Make ordinary weights of a model's tiers, in place; returns how many groups did not keep a tier's bits.
+
+    Of sharded weights a process settles its own rows and counts their groups. Their tiers stay where they are, since
+    what shards them would put them back: :func:`without_tiers` leaves them out of what is saved.
+    """
     lost = 0
     settled: set[int] = set()
+    layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
     for module in model.modules():
-        if not isinstance(module, FakeSefp) or not module.tiers:
-            continue
-        fused: dict[str, bool] = getattr(module, "fused", {})
-        for name, tiers in module.tiers.items():
-            weight: Any = module._parameters[name]
-            if id(weight) not in settled:
-                settled.add(id(weight))
-                turned = fused.get(name, False)
-                given = weight.transpose(-1, -2).contiguous() if turned else weight
-                theirs = [(width, tier.transpose(-1, -2).contiguous() if turned else tier) for width, tier in tiers]
-                result, moved = settle(given, module.format, theirs)
-                weight.copy_(result.transpose(-1, -2) if turned else result)
-                lost += moved
-            for width, _ in tiers:
-                module._parameters.pop(f"{name}_{width}", None)
-        module.__dict__["tiers"] = {}
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for layer in layers:
+        fused: dict[str, bool] = getattr(layer, "fused", {})
+        for name, tiers in layer.tiers.items():
+            weight: Any = layer._parameters[name]
+            if id(weight) in settled:
+                continue
+            settled.add(id(weight))
+            turned = fused.get(name, False)
+            given, *theirs = (own_rows(tensor, turned) for tensor in (weight, *(tier for _, tier in tiers)))
+            listed = [(width, tier) for (width, _), tier in zip(tiers, theirs, strict=True)]
+            result, moved = settle(given.contiguous(), layer.format, listed)
+            given.copy_(result)
+            lost += moved
+    for layer in layers:
+        for places in layer.tier_places.values():
+            for _, owner, tier in places:
+                if not isinstance(owner._parameters.get(tier), DTensor):
+                    owner._parameters.pop(tier, None)
+        layer.__dict__["tier_places"] = {}
     return lost
+
+
+def own_rows(weight: Tensor, turned: bool) -> Tensor:
+    """What this process holds of a weight, its groups along the last dimension."""
+    own: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+    return own.transpose(-1, -2) if turned else own
+
+
+def without_tiers(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model's state less the tiers in it."""
+    names = tuple(f"_{width}" for width in Precision)
+    return {name: value for name, value in state.items() if not name.endswith(names)}
 
 
 def settle(weight: Tensor, format: Format, tiers: Tiers) -> tuple[Tensor, int]:

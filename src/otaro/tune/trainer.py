@@ -14,13 +14,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
@@ -33,9 +34,11 @@ from otaro.sources.base import quiet
 from otaro.tune import resume
 from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_signature, settings
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
+from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
+from otaro.tune.distillation import distilled_loss
 from otaro.tune.refresh import Refresher
-from otaro.tune.tiers import add_tiers, settle_model, tier_loss
+from otaro.tune.tiers import Shares, add_tiers, average_gradients, settle_model, share_gradients
 
 # How torch's allocators say that memory ran out where they raise no error class of their own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -69,6 +72,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self._asked_to_stop = False
         self._update_losses: dict[Precision | None, Tensor] = {}
         self._predictions: Tensor | None = None
+        self._shares: Shares | None = None
+        self._batches_done = 0
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
             convert.simulate(model, args.format, args.floor)
         self._layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
@@ -83,9 +88,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self.tiers:
             if any(not parameter.requires_grad for parameter in model.parameters()):
                 raise OtaroError("tiers need every weight to be trained: choose another method for adapters")
-            if args.world_size > 1:
-                raise OtaroError("tiers are trained by one process so far: choose the method bps for several")
-            add_tiers(model, self.tiers)
+            add_tiers(model, self.tiers, max(self.path.widths))
         # Taken now: sharding changes the classes of modules.
         self.signature = model_signature(model)
         self._refresh = Refresher(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
@@ -139,32 +142,64 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self._predictions = outputs.logits.detach()
         return loss
 
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        """The Trainer's: all batches of an update; what each tier has to predict in them is counted."""
+        batches, items = super().get_batch_samples(*args, **options)
+        if self.tiers:
+            size = self.args.train_batch_size
+            self._shares = Shares(len(self.tiers), self.state.global_step, size, self.accelerator)
+            self._shares.count(batches)
+            self._batches_done = 0
+        return batches, items
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The Trainer's, adding up the loss: each micro-batch returns its share of the update's."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._add_loss(self._layers[0].precision, loss)
-        if self.tiers:
+        if not self.tiers:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            self._add_loss(self._layers[0].precision, loss)
+            return loss
+        # DDP waits for the gradients of all weights in every pass, but each pass has those of one tier only.
+        copies = isinstance(model, DistributedDataParallel)
+        with self.accelerator.no_sync(model) if copies else nullcontext():
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            self._add_loss(self._layers[0].precision, loss)
             self._train_tiers(model, self._prepare_inputs(inputs))
+        if self.accelerator.sync_gradients:
+            if copies:
+                average_gradients(model)
+            share_gradients(model)
         return loss
 
     def _train_tiers(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """The tiers share the batch among them, taking turns with its parts; each learns from the pass before."""
+        """Each tier goes through its share of a micro-batch and learns from the pass before."""
         teacher, self._predictions = self._predictions, None
         assert teacher is not None
+        assert self._shares is not None
         before = self._layers[0].precision
         for index, width in enumerate(self.tiers):
-            rows = slice((index + self.state.global_step) % len(self.tiers), None, len(self.tiers))
-            part = {name: value[rows] for name, value in inputs.items()}
-            if not len(part["input_ids"]):
+            tokens = self._shares.tokens[index]
+            if tokens == 0:
                 continue
-            self.set_width(width)
-            with self.compute_loss_context_manager():
-                labels = part.pop("labels")
-                outputs = model(**part, use_cache=False)
-                loss, cross_entropy = tier_loss(outputs.logits, teacher[rows], labels, self.args.distillation)
-            share = len(self.tiers) * self.current_gradient_accumulation_steps
-            self.accelerator.backward(loss / share)
-            self._add_loss(width, cross_entropy / self.current_gradient_accumulation_steps)
+            rows = self._shares.rows(index, self._batches_done)
+            part = {name: value[rows] for name, value in inputs.items()}
+            if self.is_fsdp_enabled and not len(part["input_ids"]):
+                # Processes gather each other's weights in every pass: one without a share goes along and adds nothing.
+                rows = slice(0, 1)
+                part = {name: value[rows] for name, value in inputs.items()}
+                part["labels"] = torch.full_like(part["labels"], IGNORED)
+            cross_entropy = torch.zeros((), device=teacher.device)
+            if len(part["input_ids"]):
+                self.set_width(width)
+                # Gradients and losses are averaged over the processes, these are parts of a sum.
+                scale = self.accelerator.num_processes / tokens
+                with self.compute_loss_context_manager():
+                    labels = part.pop("labels")
+                    outputs = model(**part, use_cache=False)
+                    loss, cross_entropy = distilled_loss(outputs.logits, teacher[rows], labels, self.args.distillation)
+                self.accelerator.backward(loss * (scale / len(self.tiers)))
+                cross_entropy = cross_entropy * scale
+            self._add_loss(width, cross_entropy)
+        self._batches_done += 1
         self.set_width(before)
 
     def _add_loss(self, width: Precision | None, loss: Tensor) -> None:
@@ -201,6 +236,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             if self.tiers and not self.interrupted:
                 self.set_width(None)
                 self.unsettled = settle_model(self.model)
+                if self.is_fsdp_enabled:
+                    counts = torch.tensor([self.unsettled], device=self.args.device)
+                    self.unsettled = int(self.accelerator.reduce(counts, "sum"))
                 self.tiers = []
             return result
         except (MemoryError, RuntimeError) as error:
@@ -210,6 +248,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 f"memory ran out in training at batches of {self.args.per_device_train_batch_size}: lower the batch "
                 "size (gradient accumulation makes up for it) or the sequence length, turn on gradient checkpointing "
                 "or bf16, or train adapters with LoRA"
+                + (", or choose the method bps, which needs a third of the memory for weights" if self.tiers else "")
             ) from error
         finally:
             self.set_width(None)
