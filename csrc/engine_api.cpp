@@ -24,7 +24,7 @@ struct otaro_session {
 
 namespace {
 
-constexpr int64_t kMostRows = int64_t{1} << 31, kMostHeadDimension = 1024;
+constexpr int64_t kMostRows = int64_t{1} << 31;
 
 bool within(int64_t value, int64_t most) { return value > 0 && value <= most; }
 
@@ -168,6 +168,8 @@ int32_t otaro_model_set_matrix(otaro_model* model, int64_t layer, int32_t role, 
     if (place == nullptr) return OTARO_ERROR_INDEX;
     const Tiles& tiles = matrix->matrix.tiles();
     if (std::pair(tiles.rows, tiles.columns) != model->model.shape(role)) return OTARO_ERROR_BUFFER;
+    if (model->model.group_blocks != 0 && tiles.group_blocks != model->model.group_blocks) return OTARO_ERROR_ARGUMENT;
+    model->model.group_blocks = tiles.group_blocks;
     place->matrices[role] = &matrix->matrix;
     return OTARO_OK;
 }
@@ -186,22 +188,46 @@ int32_t otaro_model_set_vector(otaro_model* model, int64_t layer, int32_t role, 
 
 // ---- sessions -------------------------------------------------------------------------------------------------------
 
-int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t isa, otaro_session** session) {
+int32_t otaro_cache_round(int32_t mantissa, const float* x, int64_t x_bytes, int64_t rows, int64_t dimension, float* y,
+                          int64_t y_bytes, int32_t isa) {
+    return guarded([&]() -> int {
+        constexpr int64_t kSize = sizeof(float);
+        if (!valid_mantissa(mantissa) || x == nullptr || y == nullptr) return OTARO_ERROR_ARGUMENT;
+        if (rows < 0 || rows > kMostRows || !within(dimension, kMostHeadDimension)) return OTARO_ERROR_ARGUMENT;
+        if (x_bytes < rows * dimension * kSize || y_bytes < rows * dimension * kSize) return OTARO_ERROR_BUFFER;
+        const EngineKernels* const kernels = engine_kernels_for(isa);
+        if (kernels == nullptr) return OTARO_ERROR_ISA;
+        const Cache cache = cache_layout(mantissa, static_cast<int>(dimension));
+        const Memory<uint8_t> coded = allocate<uint8_t>(cache.row_bytes);
+        const Memory<float> values = allocate<float>(cache.padded_dimension);
+        for (int64_t row = 0; row < rows; ++row) {
+            kernels->encode_row(x + row * dimension, cache, coded.get());
+            kernels->decode_row(coded.get(), cache, values.get());
+            memcpy(y + row * dimension, values.get(), static_cast<size_t>(dimension * kSize));
+        }
+        return OTARO_OK;
+    });
+}
+
+int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t cache_mantissa, int32_t isa,
+                             otaro_session** session) {
     return guarded([&]() -> int {
         if (model == nullptr || session == nullptr || !within(context, kMostRows)) return OTARO_ERROR_ARGUMENT;
+        if (cache_mantissa != 0 && !valid_mantissa(cache_mantissa)) return OTARO_ERROR_ARGUMENT;
         if (!model->model.complete()) return OTARO_ERROR_ARGUMENT;
         const EngineKernels* const kernels = engine_kernels_for(isa);
         if (kernels == nullptr) return OTARO_ERROR_ISA;
-        *session = new otaro_session{Session(model->model, context, *kernels)};
+        *session = new otaro_session{Session(model->model, context, cache_mantissa, *kernels)};
         return OTARO_OK;
     });
 }
 
 void otaro_session_destroy(otaro_session* session) { delete session; }
 
-int32_t otaro_session_bytes(const otaro_session* session, int64_t* bytes) {
-    if (session == nullptr || bytes == nullptr) return OTARO_ERROR_ARGUMENT;
-    *bytes = session->session.bytes();
+int32_t otaro_session_bytes(const otaro_session* session, int64_t* cache, int64_t* work) {
+    if (session == nullptr || cache == nullptr || work == nullptr) return OTARO_ERROR_ARGUMENT;
+    *cache = session->session.cache_bytes();
+    *work = session->session.bytes() - *cache;
     return OTARO_OK;
 }
 

@@ -9,12 +9,13 @@
 
 #    include "simd_product.h"
 
-#    include "simd_layers.h"
+#    include "simd_cache.h"
 
 namespace otaro {
 namespace {
 
 struct Avx2Dot : Avx2 {
+    using Vectors = Avx2;
     using B = __m256i;
     static constexpr int kBytes = 32, kCodeBits = 7, kProductBatch = 4, kFineBatch = 2;
 

@@ -8,12 +8,13 @@
 
 #    include "simd_product.h"
 
-#    include "simd_layers.h"
+#    include "simd_cache.h"
 
 namespace otaro {
 namespace {
 
 struct Avx512Dot : Avx512 {
+    using Vectors = Avx512;
     using B = __m512i;
     static constexpr int kBytes = 64, kCodeBits = 8, kProductBatch = 8, kFineBatch = 4;
 

@@ -47,13 +47,39 @@ constexpr int64_t kUnpackFrom = 16; // rows of activations from which a tile is 
 
 // Keys and values of one layer as float16. Keys lie 16 positions side by side, [position / 16][dimension][16], so that a
 // query meets 16 keys at a time; values lie [position][dimension]. Both a head at a time, dimensions padded to 16.
-constexpr int kKeyBlock = 16;
+constexpr int kKeyBlock = 16, kMostHeadDimension = 1024;
+
+// Or as SEFP codes of the scheme "nested", in groups of 64 along a head's dimensions, with polarity and the exponent that
+// leaves the least error at the cache's own width. The row of a head at a position is, for every 32 dimensions, 16 bytes
+// of base and 4 bytes of each bit plane of the width, as in the files, then a byte for each group: the exponent field, 128
+// added where the group is negated. Both keys and values lie [head][position][row].
+constexpr int kCacheGroup = 64;
+
+struct Cache {
+    int mantissa; // 0: float16
+    int dimension, padded_dimension;
+    int64_t row_bytes;
+};
+
+static inline otaro_format cache_format(const Cache& cache) { return {OTARO_NESTED, kCacheGroup, 1, cache.mantissa}; }
+static inline int64_t cache_block_bytes(int mantissa) { return kBlock / 2 + kBlock / 8 * (mantissa - kNarrowest); }
+
+static inline Cache cache_layout(int mantissa, int dimension) {
+    const auto round_up = [](int value, int multiple) { return (value + multiple - 1) / multiple * multiple; };
+    if (mantissa == 0) {
+        const int padded = round_up(dimension, kKeyBlock);
+        return {0, dimension, padded, padded * static_cast<int64_t>(sizeof(Half))};
+    }
+    const int padded = round_up(dimension, kBlock), groups = round_up(dimension, kCacheGroup) / kCacheGroup;
+    return {mantissa, dimension, padded, padded / kBlock * cache_block_bytes(mantissa) + groups};
+}
 
 struct Attention {
     const float* query; // [row][head][head_dimension]
     int64_t query_stride;
-    const Half* keys;
-    const Half* values;
+    const uint8_t* keys;
+    const uint8_t* values;
+    Cache cache;
     int64_t capacity; // positions, a multiple of 16
     int head_dimension, padded_dimension, heads, kv_heads;
     int64_t position, count; // of the first query; queries
@@ -65,10 +91,17 @@ struct Attention {
 
 constexpr int kQueryBlock = 4; // queries that share one reading of the keys and values
 
+// A task is a block of queries with one of the heads; where keys are coded, with all heads that share them, so that they
+// are decoded once.
 static inline int64_t attention_tasks(const Attention& job) {
-    return (job.count + kQueryBlock - 1) / kQueryBlock * job.heads;
+    return (job.count + kQueryBlock - 1) / kQueryBlock * (job.cache.mantissa == 0 ? job.heads : job.kv_heads);
 }
-static inline int64_t attention_scratch(int64_t capacity) { return kQueryBlock * capacity; } // floats
+static inline int64_t attention_scratch(const Cache& cache, int64_t capacity, int64_t heads_per_key) { // floats
+    if (cache.mantissa == 0) return kQueryBlock * capacity;
+    // Scores, sums of values, and rows that have been decoded.
+    const int64_t queries = heads_per_key * kQueryBlock;
+    return queries * capacity + (queries + kKeyBlock) * cache.padded_dimension;
+}
 
 struct EngineKernels {
     void (*multiply)(const Product&, int64_t first_tile, int64_t last_tile, uint8_t* scratch);
@@ -80,6 +113,9 @@ struct EngineKernels {
     void (*store_keys)(const float* key, const float* value, int dimension, int padded, int64_t position, Half* keys,
                        Half* values); // of one head
     void (*attend)(const Attention&, int64_t first_task, int64_t last_task, float* scratch);
+    void (*encode_row)(const float* x, const Cache&, uint8_t* row);
+    void (*decode_row)(const uint8_t* row, const Cache&, float* x); // padded dimensions
+    void (*attend_coded)(const Attention&, int64_t first_task, int64_t last_task, float* scratch);
 };
 
 extern const EngineKernels* const engine_kernels_ref;

@@ -9,12 +9,13 @@
 
 #    include "simd_product.h"
 
-#    include "simd_layers.h"
+#    include "simd_cache.h"
 
 namespace otaro {
 namespace {
 
 struct NeonDot : Neon {
+    using Vectors = Neon;
     using B = uint8x16_t;
     static constexpr int kBytes = 16, kCodeBits = 7, kProductBatch = 8, kFineBatch = 4;
 

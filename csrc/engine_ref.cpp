@@ -1,9 +1,11 @@
 // The engine in plain C++: what the vector versions are tested against, and what runs where there are none.
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "engine_kernels.h"
+#include "nested_ref.h"
 
 namespace otaro {
 namespace {
@@ -96,39 +98,120 @@ void store_keys_ref(const float* key, const float* value, int dimension, int pad
     }
 }
 
-void attend_ref(const Attention& job, int64_t first, int64_t last, float* scratch) {
-    for (int64_t task = first; task < last; ++task) {
-        const int64_t head = task % job.heads, begin = task / job.heads * kQueryBlock;
-        const int64_t end = begin + kQueryBlock < job.count ? begin + kQueryBlock : job.count;
-        const int64_t kv = head / (job.heads / job.kv_heads) * job.capacity * job.padded_dimension;
-        for (int64_t row = begin; row < end; ++row) {
-            const float* const query = job.query + row * job.query_stride + head * job.head_dimension;
-            float* const out = job.out + row * job.out_stride + head * job.head_dimension;
-            const int64_t position = job.position + row,
-                          from = position + 1 > job.window ? position + 1 - job.window : 0;
-            float largest = -INFINITY, sum = 0;
-            for (int64_t p = from; p <= position; ++p) {
-                const Half* const key =
-                    job.keys + kv + p / kKeyBlock * kKeyBlock * job.padded_dimension + p % kKeyBlock;
-                float score = 0;
-                for (int d = 0; d < job.head_dimension; ++d) score += query[d] * to_float(key[int64_t{d} * kKeyBlock]);
-                scratch[p] = score * job.scale;
-                largest = std::fmax(largest, scratch[p]);
-            }
-            for (int64_t p = from; p <= position; ++p) sum += scratch[p] = std::exp(scratch[p] - largest);
-            for (int d = 0; d < job.head_dimension; ++d) {
-                float value = 0;
-                for (int64_t p = from; p <= position; ++p) {
-                    value += scratch[p] * to_float(job.values[kv + p * job.padded_dimension + d]);
-                }
-                out[d] = value / sum;
+// A position's key or value as floats.
+using ReadRow = void (*)(const Attention& job, int64_t kv, int64_t position, float* row);
+
+void half_key_ref(const Attention& job, int64_t kv, int64_t position, float* row) {
+    const Half* const keys = reinterpret_cast<const Half*>(job.keys) + kv * job.capacity * job.padded_dimension;
+    const Half* const key = keys + position / kKeyBlock * kKeyBlock * job.padded_dimension + position % kKeyBlock;
+    for (int d = 0; d < job.head_dimension; ++d) row[d] = to_float(key[int64_t{d} * kKeyBlock]);
+}
+
+void half_value_ref(const Attention& job, int64_t kv, int64_t position, float* row) {
+    const Half* const values = reinterpret_cast<const Half*>(job.values);
+    const Half* const value = values + (kv * job.capacity + position) * job.padded_dimension;
+    for (int d = 0; d < job.head_dimension; ++d) row[d] = to_float(value[d]);
+}
+
+void encode_row_ref(const float* x, const Cache& cache, uint8_t* row) {
+    const int64_t block_bytes = cache_block_bytes(cache.mantissa);
+    memset(row, 0, static_cast<size_t>(cache.row_bytes));
+    uint8_t* const fields = row + cache.padded_dimension / kBlock * block_bytes;
+    for (int start = 0; start < cache.padded_dimension; start += kCacheGroup) {
+        const int count = std::min(kCacheGroup, cache.dimension - start);
+        const int end = std::min(start + kCacheGroup, cache.padded_dimension);
+        float values[kCacheGroup] = {};
+        uint32_t largest = 0;
+        for (int i = 0; i < count; ++i) {
+            values[i] = x[start + i];
+            largest = std::max(largest, float_bits(std::fabs(values[i])));
+        }
+        const GroupCode group = prepare_group_ref(values, count, cache_format(cache), largest);
+        fields[start / kCacheGroup] = static_cast<uint8_t>(group.field | (group.polarity ? kNegated : 0));
+        for (int d = start; d < end; ++d) {
+            const int code = nested_code_ref(values[d - start], group.field, true), place = d % kBlock;
+            uint8_t* const block = row + d / kBlock * block_bytes;
+            block[place / 2] |= static_cast<uint8_t>(code >> OTARO_BIT_PLANES << (place % 2 * 4));
+            for (int p = 0; p < cache.mantissa - kNarrowest; ++p) {
+                const int bit = code >> (OTARO_BIT_PLANES - 1 - p) & 1;
+                block[kBlock / 2 + p * kBlock / 8 + place / 8] |= static_cast<uint8_t>(bit << place % 8);
             }
         }
     }
 }
 
-constexpr EngineKernels kTable{multiply_ref, quantize_ref,   normalize_ref, rotate_ref,
-                               swiglu_ref,   store_keys_ref, attend_ref};
+void decode_row_ref(const uint8_t* row, const Cache& cache, float* x) {
+    const int64_t block_bytes = cache_block_bytes(cache.mantissa);
+    const uint8_t* const fields = row + cache.padded_dimension / kBlock * block_bytes;
+    for (int d = 0; d < cache.padded_dimension; ++d) {
+        const int place = d % kBlock;
+        const uint8_t* const block = row + d / kBlock * block_bytes;
+        int code = block[place / 2] >> (place % 2 * 4) & 15;
+        for (int p = 0; p < cache.mantissa - kNarrowest; ++p) {
+            code = code << 1 | stream_bit(block + kBlock / 2 + p * kBlock / 8, place);
+        }
+        const uint8_t field = fields[d / kCacheGroup];
+        const float size = step(field & 31, cache.mantissa);
+        x[d] = (static_cast<float>(code) + nested_bias(cache.mantissa)) * (field & kNegated ? -size : size);
+    }
+}
+
+void coded_key_ref(const Attention& job, int64_t kv, int64_t position, float* row) {
+    decode_row_ref(job.keys + (kv * job.capacity + position) * job.cache.row_bytes, job.cache, row);
+}
+
+void coded_value_ref(const Attention& job, int64_t kv, int64_t position, float* row) {
+    decode_row_ref(job.values + (kv * job.capacity + position) * job.cache.row_bytes, job.cache, row);
+}
+
+void attend_head_ref(const Attention& job, int64_t row, int64_t head, ReadRow key, ReadRow value, float* scores) {
+    const float* const query = job.query + row * job.query_stride + head * job.head_dimension;
+    float* const out = job.out + row * job.out_stride + head * job.head_dimension;
+    const int64_t kv = head / (job.heads / job.kv_heads);
+    const int64_t position = job.position + row, from = position + 1 > job.window ? position + 1 - job.window : 0;
+    float buffer[kMostHeadDimension];
+    float largest = -INFINITY, sum = 0;
+    for (int64_t p = from; p <= position; ++p) {
+        key(job, kv, p, buffer);
+        float score = 0;
+        for (int d = 0; d < job.head_dimension; ++d) score += query[d] * buffer[d];
+        scores[p] = score * job.scale;
+        largest = std::fmax(largest, scores[p]);
+    }
+    for (int64_t p = from; p <= position; ++p) sum += scores[p] = std::exp(scores[p] - largest);
+    for (int d = 0; d < job.head_dimension; ++d) out[d] = 0;
+    for (int64_t p = from; p <= position; ++p) {
+        value(job, kv, p, buffer);
+        for (int d = 0; d < job.head_dimension; ++d) out[d] += scores[p] * buffer[d];
+    }
+    for (int d = 0; d < job.head_dimension; ++d) out[d] /= sum;
+}
+
+// `sharing` heads make one task.
+void attend_tasks_ref(const Attention& job, int64_t first, int64_t last, int64_t sharing, ReadRow key, ReadRow value,
+                      float* scratch) {
+    const int64_t groups = job.heads / sharing;
+    for (int64_t task = first; task < last; ++task) {
+        const int64_t begin = task / groups * kQueryBlock;
+        const int64_t end = begin + kQueryBlock < job.count ? begin + kQueryBlock : job.count;
+        for (int64_t row = begin; row < end; ++row) {
+            for (int64_t i = 0; i < sharing; ++i) {
+                attend_head_ref(job, row, task % groups * sharing + i, key, value, scratch);
+            }
+        }
+    }
+}
+
+void attend_ref(const Attention& job, int64_t first, int64_t last, float* scratch) {
+    attend_tasks_ref(job, first, last, 1, half_key_ref, half_value_ref, scratch);
+}
+
+void attend_coded_ref(const Attention& job, int64_t first, int64_t last, float* scratch) {
+    attend_tasks_ref(job, first, last, job.heads / job.kv_heads, coded_key_ref, coded_value_ref, scratch);
+}
+
+constexpr EngineKernels kTable{multiply_ref,   quantize_ref, normalize_ref,  rotate_ref,     swiglu_ref,
+                               store_keys_ref, attend_ref,   encode_row_ref, decode_row_ref, attend_coded_ref};
 
 } // namespace
 

@@ -80,7 +80,7 @@ bool Model::complete() const {
 
 // ---- a session's memory ---------------------------------------------------------------------------------------------
 
-// Numbers in the keys of a layer, far beyond any machine, so that no product of sizes overflows.
+// Bytes of the keys of a layer, or scores, far beyond any machine, so that no product of sizes overflows.
 constexpr int64_t kMostCached = int64_t{1} << 44;
 
 template <class T> Memory<T> Session::room(int64_t count) {
@@ -88,11 +88,13 @@ template <class T> Memory<T> Session::room(int64_t count) {
     return allocate<T>(count);
 }
 
-Session::Session(const Model& model, int64_t context, const EngineKernels& kernels)
+Session::Session(const Model& model, int64_t context, int cache_mantissa, const EngineKernels& kernels)
     : model_(model), kernels_(kernels), context_(context), capacity_(round_up(context, kKeyBlock)),
-      padded_dimension_(round_up(model.head_dimension, kKeyBlock)) {
-    int64_t cached;
-    if (__builtin_mul_overflow(model.kv_heads * padded_dimension_, capacity_, &cached) || cached > kMostCached)
+      cache_(cache_layout(cache_mantissa, static_cast<int>(model.head_dimension))) {
+    const int64_t heads_per_key = model.heads / model.kv_heads;
+    int64_t cached, scores;
+    if (__builtin_mul_overflow(model.kv_heads * cache_.row_bytes, capacity_, &cached) || cached > kMostCached ||
+        __builtin_mul_overflow(heads_per_key * kQueryBlock, capacity_, &scores) || scores > kMostCached)
         throw std::bad_alloc();
     const int64_t query = model.heads * model.head_dimension, key = model.kv_heads * model.head_dimension;
     const int64_t half = model.head_dimension / 2;
@@ -113,14 +115,15 @@ Session::Session(const Model& model, int64_t context, const EngineKernels& kerne
     look_at(model.whole.matrices[OTARO_HEAD]);
     for (const Layer& layer : model.layers) {
         for (int role = OTARO_QUERY; role <= OTARO_DOWN; ++role) look_at(layer.matrices[role]);
-        keys_.push_back(room<Half>(cached));
-        values_.push_back(room<Half>(cached));
+        keys_.push_back(room<uint8_t>(cached));
+        values_.push_back(room<uint8_t>(cached));
+        cache_bytes_ += 2 * cached;
     }
     quantized_.coarse = room<int8_t>(kMostTokens * widest_);
     quantized_.fine = room<int8_t>(kMostTokens * widest_);
     quantized_.scale = room<float>(kMostTokens * widest_ / kBlockColumns);
     quantized_.offset = room<float>(kMostTokens * widest_ / kBlockColumns);
-    score_count_ = attention_scratch(capacity_);
+    score_count_ = attention_scratch(cache_, capacity_, heads_per_key);
 }
 
 void Session::reserve_scratch(int threads) {
@@ -224,8 +227,18 @@ void Session::attention(Team& team, const Layer& layer, int64_t index, int64_t c
               {&layer.matrices[OTARO_VALUE]->tiles(), mantissa, &x, count, layer.vector(OTARO_VALUE_BIAS), value_.get(),
                key_stride, false}});
 
-    Half* const keys = keys_[static_cast<size_t>(index)].get();
-    Half* const values = values_[static_cast<size_t>(index)].get();
+    uint8_t* const keys = keys_[static_cast<size_t>(index)].get();
+    uint8_t* const values = values_[static_cast<size_t>(index)].get();
+    const auto keep = [&](const float* head_key, const float* head_value, int64_t head, int64_t position) {
+        const int64_t place = head * capacity_ * cache_.row_bytes;
+        if (cache_.mantissa == 0) {
+            kernels_.store_keys(head_key, head_value, cache_.dimension, cache_.padded_dimension, position,
+                                reinterpret_cast<Half*>(keys + place), reinterpret_cast<Half*>(values + place));
+        } else {
+            kernels_.encode_row(head_key, cache_, keys + place + position * cache_.row_bytes);
+            kernels_.encode_row(head_value, cache_, values + place + position * cache_.row_bytes);
+        }
+    };
     const auto prepare = [&](float* heads, int64_t number, const float* norm, int64_t row) {
         for (int64_t h = 0; norm != nullptr && h < number; ++h) {
             kernels_.normalize(heads + h * dimension, norm, dimension, model_.norm_epsilon, heads + h * dimension);
@@ -239,10 +252,7 @@ void Session::attention(Team& team, const Layer& layer, int64_t index, int64_t c
             prepare(query_.get() + row * query_stride, model_.heads, layer.vector(OTARO_QUERY_NORM), row);
             prepare(row_key, model_.kv_heads, layer.vector(OTARO_KEY_NORM), row);
             for (int64_t h = 0; h < model_.kv_heads; ++h) {
-                const int64_t place = h * capacity_ * padded_dimension_;
-                kernels_.store_keys(row_key + h * dimension, value_.get() + row * key_stride + h * dimension,
-                                    static_cast<int>(dimension), static_cast<int>(padded_dimension_), position_ + row,
-                                    keys + place, values + place);
+                keep(row_key + h * dimension, value_.get() + row * key_stride + h * dimension, h, position_ + row);
             }
         }
     });
@@ -251,9 +261,10 @@ void Session::attention(Team& team, const Layer& layer, int64_t index, int64_t c
                         query_stride,
                         keys,
                         values,
+                        cache_,
                         capacity_,
                         static_cast<int>(dimension),
-                        static_cast<int>(padded_dimension_),
+                        cache_.padded_dimension,
                         static_cast<int>(model_.heads),
                         static_cast<int>(model_.kv_heads),
                         position_,
@@ -265,7 +276,8 @@ void Session::attention(Team& team, const Layer& layer, int64_t index, int64_t c
     const int64_t seen = std::min(position_ + count, job.window) * dimension * count;
     const int64_t grain = seen < kSmallWork / 8 ? attention_tasks(job) : 1;
     team.run(attention_tasks(job), grain, [&](int worker, int64_t first, int64_t last) {
-        kernels_.attend(job, first, last, scores_[static_cast<size_t>(worker)].get());
+        const auto attend = cache_.mantissa == 0 ? kernels_.attend : kernels_.attend_coded;
+        attend(job, first, last, scores_[static_cast<size_t>(worker)].get());
     });
 
     const Matrix& output = *layer.matrices[OTARO_OUTPUT];

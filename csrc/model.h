@@ -33,7 +33,8 @@ struct Model {
     float norm_epsilon, rope_factor;
     std::vector<float> rope_frequency;
     std::vector<Layer> layers;
-    Layer whole; // embedding, head, final norm
+    Layer whole;          // embedding, head, final norm
+    int group_blocks = 0; // of every matrix: those that share activations must divide them alike
 
     Model(const otaro_model_config& config);
     Layer* layer(int64_t index, bool of_whole);
@@ -45,11 +46,13 @@ struct Model {
 
 class Session {
   public:
-    Session(const Model& model, int64_t context, const EngineKernels& kernels);
+    // `cache_mantissa` 0 keeps keys and values as float16.
+    Session(const Model& model, int64_t context, int cache_mantissa, const EngineKernels& kernels);
 
     int run(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa, float* logits,
             int64_t logits_count, int threads);
     int64_t bytes() const { return bytes_; }
+    int64_t cache_bytes() const { return cache_bytes_; }
     const Model& model() const { return model_; }
 
   private:
@@ -72,12 +75,13 @@ class Session {
 
     const Model& model_;
     const EngineKernels& kernels_;
-    int64_t context_, capacity_, padded_dimension_;
+    int64_t context_, capacity_;
+    Cache cache_;
     int64_t length_ = 0, position_ = 0; // positions filled; the first of those being run
-    int64_t bytes_ = 0;
+    int64_t bytes_ = 0, cache_bytes_ = 0;
     int64_t scratch_bytes_ = 0, score_count_ = 0, widest_ = 0;
     Memory<float> x_, normed_, query_, key_, value_, attended_, gate_, up_, cosine_, sine_;
-    std::vector<Memory<Half>> keys_, values_;
+    std::vector<Memory<uint8_t>> keys_, values_; // by layer
     Quantized quantized_;
     std::vector<Memory<uint8_t>> scratch_; // by worker: an unpacked tile
     std::vector<Memory<float>> scores_;    // by worker

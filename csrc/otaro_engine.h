@@ -83,16 +83,26 @@ enum otaro_vector_role {
 
 OTARO_API int32_t otaro_model_create(const otaro_model_config* config, otaro_model** model);
 OTARO_API void otaro_model_destroy(otaro_model* model);
+/* All matrices of a model must have the same group size. */
 OTARO_API int32_t otaro_model_set_matrix(otaro_model* model, int64_t layer, int32_t role, const otaro_matrix* matrix);
 OTARO_API int32_t otaro_model_set_vector(otaro_model* model, int64_t layer, int32_t role, const float* data,
                                          int64_t bytes); /* copied */
 
 /* ---- sessions --------------------------------------------------------------------------------------------------- */
 
-/* A session holds keys and values for up to `context` tokens. Every matrix and norm must have been set. */
-OTARO_API int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t isa, otaro_session** session);
+/* A session holds keys and values for up to `context` tokens, as float16 where `cache_mantissa` is 0, otherwise as SEFP
+ * codes of that width (OTARO_NESTED with polarity and the exponent by error, groups of 64 along a head's dimensions).
+ * Every matrix and norm must have been set. */
+OTARO_API int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t cache_mantissa, int32_t isa,
+                                       otaro_session** session);
 OTARO_API void otaro_session_destroy(otaro_session* session);
-OTARO_API int32_t otaro_session_bytes(const otaro_session* session, int64_t* bytes);
+/* Bytes of memory that keys and values take once the context is full, and everything else a session has. */
+OTARO_API int32_t otaro_session_bytes(const otaro_session* session, int64_t* cache, int64_t* work);
+
+/* What a coded cache makes of keys or values: rows of `dimension` floats through codes of a width and back, to the same bits
+ * with every `isa`. */
+OTARO_API int32_t otaro_cache_round(int32_t mantissa, const float* x, int64_t x_bytes, int64_t rows, int64_t dimension,
+                                    float* y, int64_t y_bytes, int32_t isa);
 
 /* Runs `count` tokens at positions `position` ... and keeps their keys and values; what lay at those positions and behind
  * is forgotten. `mantissa` holds the width of the embedding, of each layer, and of the head: layers + 2 bytes. The logits of

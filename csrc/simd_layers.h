@@ -204,13 +204,14 @@ template <class V, int kQueries> void attend_queries(const Attention& job, int64
     const auto from = [&](int64_t p) { return p + 1 > job.window ? p + 1 - job.window : 0; };
     const int64_t first_block = from(position) / kKeyBlock, last_block = (last + kKeyBlock - 1) / kKeyBlock;
     const int64_t head_offset = static_cast<int64_t>(head) * job.head_dimension;
-    score<V, kQueries>(job, job.query + row * job.query_stride + head_offset, job.keys + kv_offset, first_block,
+    const Half* const half_keys = reinterpret_cast<const Half*>(job.keys);
+    score<V, kQueries>(job, job.query + row * job.query_stride + head_offset, half_keys + kv_offset, first_block,
                        last_block, scores);
     for (int q = 0; q < kQueries; ++q) {
         softmax<V>(scores + q * job.capacity, first_block, last_block, from(position + q), position + q + 1);
     }
     float* const out = job.out + row * job.out_stride + head_offset;
-    const Half* const values = job.values + kv_offset;
+    const Half* const values = reinterpret_cast<const Half*>(job.values) + kv_offset;
     const int64_t first = first_block * kKeyBlock;
     int start = 0;
     for (; start + 4 * V::kLanes <= job.padded_dimension; start += 4 * V::kLanes) {
@@ -233,10 +234,6 @@ template <class V> void attend(const Attention& job, int64_t first, int64_t last
         }
     }
 }
-
-template <class V>
-constexpr EngineKernels kEngineKernels{multiply<V>, quantize_activations<V>, normalize<V>, rotate<V>,
-                                       swiglu<V>,   store_keys<V>,           attend<V>};
 
 } // namespace
 } // namespace otaro

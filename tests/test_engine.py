@@ -210,6 +210,7 @@ def test_a_switch_between_tokens_equals_a_fresh_run_with_the_same_schedule(folde
 def test_phases_and_layers_have_widths_of_their_own(engine: Engine) -> None:
     overrides = {"model.layers.0": Precision.E5M3, "lm_head": Precision.E5M8}
     assert list(engine.weights.widths(Precision.E5M6, overrides)) == [6, 3, 6, 8]
+    assert list(engine.weights.widths(Precision.E5M6, {"model.layers.*": "E5M4"})) == [6, 4, 4, 6]
     assert list(engine.weights.widths(Precision.E5M3)) == [4, 3, 3, 4]
     assert run(engine, prefill="E5M3") != run(engine) or run(engine, overrides=overrides) != run(engine)
     with pytest.raises(PrecisionError, match="no layer is called"):
@@ -473,6 +474,24 @@ def test_matrices_must_fit_their_place(engine: Engine) -> None:
         Matrix(planes, (10**9, 10**9), Format(), threads=1)
     with pytest.raises(RuntimeError):
         Matrix(planes, (16, 32), Format("truncate"), threads=1)
+
+
+def test_group_sizes_cannot_be_mixed(engine: Engine) -> None:
+    """Matrices that share activations divide them alike: with others the engine would read beyond them."""
+    shape = engine.weights.model.shape
+    model = native.Model(shape)
+    rows, columns = shape.kv_heads * shape.head_dimension, shape.hidden
+    narrow, wide = (
+        Matrix(ops.pack(torch.randn(rows, columns), format)[0], (rows, columns), format, threads=1)
+        for format in (Format(group_size=32), Format(group_size=256))
+    )
+    model.set_matrix(0, native.MatrixRole.KEY, narrow)
+    with pytest.raises(OtaroError, match="groups of 256 and of 32 weights"):
+        model.set_matrix(0, native.MatrixRole.VALUE, wide)
+    argument = 1
+    value = int(native.MatrixRole.VALUE)
+    assert native._library().otaro_model_set_matrix(model.handle, 0, value, wide.handle) == argument
+    assert native._library().otaro_model_set_matrix(model.handle, 0, value, narrow.handle) == 0
 
 
 def test_two_engines_in_two_threads_do_not_disturb_each_other(folder: Path) -> None:

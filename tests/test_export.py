@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy
 import pytest
 import torch
 from gguf import GGUFReader, dequantize
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 import otaro
@@ -129,3 +132,105 @@ def test_the_largest_steps_are_refused_where_a_block_cannot_hold_them() -> None:
     codes = sefp.encode(torch.full((1, 64), 40000.0), Precision.E5M4)
     with pytest.raises(FormatError, match="wider"):
         encode_blocks(codes)
+
+
+def exported(config: Any, packed_llama: Path, folder: Path) -> Path:
+    """The twin of a random model with the tiny tokenizer."""
+    config.hidden_size, config.intermediate_size, config.vocab_size = 64, 96, 259
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    for path in packed_llama.glob("tokenizer*"):
+        (folder / "model" / path.name).write_bytes(path.read_bytes())
+    otaro.pack(folder / "model", folder / "packed")
+    return export_gguf(folder / "packed", folder / "twin.gguf", "E5M4")
+
+
+def test_a_window_is_refused_where_it_would_be_lost(packed_llama: Path, tmp_path: Path) -> None:
+    config = architectures.config("mistral")
+    config.sliding_window = config.max_position_embeddings // 2
+    with pytest.raises(OtaroError, match="sees 32 tokens back, and llama.cpp lets mistral see all"):
+        exported(config, packed_llama, tmp_path)
+    assert not (tmp_path / "twin.gguf").exists()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    config.sliding_window = config.max_position_embeddings
+    assert exported(config, packed_llama, whole).exists()
+
+
+def test_rotary_embeddings_are_refused_where_they_would_be_lost(packed_llama: Path, tmp_path: Path) -> None:
+    config = architectures.config("qwen3")
+    config.rope_parameters = ROPE
+    with pytest.raises(OtaroError, match="no rotary embeddings of type llama3 for qwen3"):
+        exported(config, packed_llama, tmp_path)
+
+
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+
+
+@pytest.mark.parametrize(
+    "pre_tokenizer, name",
+    [
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), "gpt-2"),
+        (
+            pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            ),
+            "smollm",
+        ),
+        (split(WORDS + r"\p{N}{1,3}" + REST), "llama-bpe"),
+        (split(WORDS + r"\p{N}" + REST), "qwen2"),
+        (split(WORDS + r"\p{N}{1,2}" + REST), None),
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), None),
+        (pre_tokenizers.Whitespace(), None),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_only_known_ways_of_cutting_words_are_exported(
+    packed_llama: Path, tmp_path: Path, pre_tokenizer: Any, name: str | None
+) -> None:
+    folder = tmp_path / "packed"
+    shutil.copytree(packed_llama, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+        tokenizer.save(str(folder / "tokenizer.json"))
+    else:
+        described = json.loads((folder / "tokenizer.json").read_text())
+        (folder / "tokenizer.json").write_text(json.dumps({**described, "pre_tokenizer": None}))
+    out = tmp_path / "twin.gguf"
+    if name is None:
+        with pytest.raises(OtaroError, match="cuts texts into words in a way that llama.cpp has no name for"):
+            export_gguf(folder, out, "E5M3")
+        assert list(tmp_path.iterdir()) == [folder]
+    else:
+        assert field(GGUFReader(export_gguf(folder, out, "E5M3")), "tokenizer.ggml.pre") == name
+
+
+@pytest.mark.parametrize(
+    "normalizer, pre_tokenizer, begins_with_space",
+    [
+        ({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]}, None, True),
+        (None, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}, True),
+        (None, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}, False),
+    ],
+    ids=["llama-2", "metaspace", "no space"],
+)
+def test_sentencepiece_tokenizers_say_how_texts_begin(
+    packed_llama: Path, tmp_path: Path, normalizer: Any, pre_tokenizer: Any, begins_with_space: bool
+) -> None:
+    folder = tmp_path / "packed"
+    shutil.copytree(packed_llama, folder)
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described |= {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+    described["model"]["byte_fallback"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    reader = GGUFReader(export_gguf(folder, tmp_path / "twin.gguf", "E5M3"))
+    assert field(reader, "tokenizer.ggml.model") == "llama"
+    assert field(reader, "tokenizer.ggml.add_space_prefix") == begins_with_space

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import architectures
 import pytest
@@ -118,6 +119,12 @@ def test_bench_measures_every_width_asked_for(
         assert min(row["speed"].values()) > 0
         assert row["peer"] is None
     assert "decode" in capsys.readouterr().out
+    coded = tmp_path / "coded.json"
+    assert main(["bench", folder, "--precisions", "E5M3", *arguments, "--kv-cache", "E5M3", "--json", str(coded)]) == 0
+    figures = json.loads(coded.read_text())
+    assert figures["kv_cache"] == "E5M3"
+    # Heads of 20 dimensions: 32 codes of 4 bits and an exponent, beside 32 numbers of 16 bits.
+    assert figures["results"][0]["cache_bytes"] * 64 == rows[0]["cache_bytes"] * 17
     assert main(["bench", folder, "--against", "nothing"]) == 2
 
 
@@ -133,3 +140,36 @@ def test_bench_refuses_files_it_could_not_write_before_it_measures(packed_llama:
 
     with pytest.raises(OtaroError, match="there is no folder"):
         bench(packed_llama, json_out=tmp_path / "nowhere" / "figures.json")
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_an_answer_ends_before_the_stop_text(
+    packed_llama: Path, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    arguments = ["generate", str(packed_llama), "--prompt", "hello", "--max-new-tokens", "40", "--backend", backend]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out.rstrip("\n")
+    stop = text[12:15]
+    assert main([*arguments, "--stop", "never in there", "--stop", stop]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == text[: text.index(stop)]
+    assert main([*arguments, "--stop", ""]) == 2
+    assert "a stop string is empty" in capsys.readouterr().err
+
+
+def test_llama_cpp_without_memory_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from otaro.bench import llama_cpp
+
+    freed: list[str] = []
+    api = SimpleNamespace(
+        llama_log_callback=lambda function: function,
+        llama_log_set=lambda *_: None,
+        llama_model_default_params=SimpleNamespace,
+        llama_model_load_from_file=lambda *_: "model",
+        llama_context_default_params=SimpleNamespace,
+        llama_init_from_model=lambda *_: None,
+        llama_model_free=freed.append,
+    )
+    monkeypatch.setattr(llama_cpp, "import_llama_cpp", lambda: api)
+    with pytest.raises(OtaroError, match="no memory for 64 tokens"):
+        llama_cpp.LlamaCpp(tmp_path / "twin.gguf", context=64, threads=1)
+    assert freed == ["model"]

@@ -236,6 +236,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Whoever read our output has had enough of it; nothing is left to say, not even at interpreter exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
+        except MemoryError:
+            if debug:
+                raise
+            note("otaro: error: there is not enough memory: choose a smaller context or a lower precision")
+            return EXIT_BAD_INPUT
         except (OtaroError, OSError, typer.TyperException, KeyboardInterrupt) as error:
             if debug and not isinstance(error, typer.TyperException):
                 raise

@@ -40,6 +40,11 @@ def note(text: str) -> None:
     notes().print(escape(text), soft_wrap=True)
 
 
+def mark(text: str) -> None:
+    """A short remark within a line of streamed text."""
+    notes().print(escape(text), end="", style="dim")
+
+
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
     """A progress callback that draws a bar on a terminal, and now and then prints a line in a log."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,10 @@ from otaro.precision import Precision
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What came out and how fast; `tokens_per_second` counts from the first token on, without reading the prompt."""
+    """What came out and how fast; `tokens_per_second` counts from the first token on, without reading the prompt.
+
+    `precision` is the width at the end, `widths` how many tokens each width made, in the order they came into use.
+    """
 
     text: str
     tokens: int
@@ -27,9 +30,47 @@ class GenerationResult:
     tokens_per_second: float
     first_token_seconds: float
     precision: Precision
+    widths: Mapping[Precision, int]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "precision": str(self.precision)}
+        widths = {str(width): count for width, count in self.widths.items()}
+        return {**asdict(self), "precision": str(self.precision), "widths": widths}
+
+
+class StopText:
+    """Text that ends before the first of some strings; what may be the beginning of one is held back."""
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        if "" in stop:
+            raise OtaroError("a stop string is empty: leave it out")
+        self._stop = list(stop)
+        self._pending = ""
+        self.stopped = False
+        """One of the strings came; nothing follows."""
+
+    def push(self, text: str) -> str:
+        """What is settled by more text."""
+        if self.stopped:
+            return ""
+        self._pending += text
+        found = [place for place in (self._pending.find(stop) for stop in self._stop) if place >= 0]
+        if found:
+            self.stopped = True
+            return self._pending[: min(found)]
+        held = max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+        cut = len(self._pending) - held
+        settled, self._pending = self._pending[:cut], self._pending[cut:]
+        return settled
+
+    def finish(self) -> str:
+        """What was held back, at the end."""
+        rest, self._pending = "" if self.stopped else self._pending, ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of the text could begin the stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -100,9 +141,10 @@ def continue_tokens(
     max_new_tokens: int,
     settings: dict[str, Any],
     seed: int | None = None,
+    stop: Sequence[str] = (),
     on_text: Callable[[str], None] | None = None,
 ) -> GenerationResult:
-    """Go on from tokens, [1, tokens]; `settings` are passed on to transformers' generate."""
+    """Go on from tokens, [1, tokens], until one of the `stop` strings; `settings` go to transformers' generate."""
     ids = ids.to(model.device)
     context = context_length(model)
     if ids.shape[1] + max_new_tokens > context:
@@ -111,7 +153,9 @@ def continue_tokens(
             f"{context}: shorten the prompt or ask for fewer"
         )
     end_tokens = _end_tokens(model, tokenizer)
-    streamer = _Streamer(tokenizer, on_text)
+    streamer = _Streamer(tokenizer, StopText(stop), on_text)
+    if stop:
+        settings = {**settings, "stop_strings": list(stop), "tokenizer": tokenizer}
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
@@ -135,6 +179,7 @@ def continue_tokens(
         tokens_per_second=(streamer.tokens - 1) / decoding if streamer.tokens > 1 else 1 / seconds,
         first_token_seconds=first_token_seconds,
         precision=model.precision,
+        widths={model.precision: streamer.tokens},
     )
 
 
@@ -148,8 +193,9 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
 class _Streamer(TextStreamer):  # type: ignore[misc]
     """Hands over each piece of text, and notes when the first token came and how many there were."""
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None) -> None:
+    def __init__(self, tokenizer: Any, stop: StopText, on_text: Callable[[str], None] | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.stop = stop
         self.on_text = on_text
         self.pieces: list[str] = []
         self.tokens = 0
@@ -163,7 +209,8 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self.pieces.append(text)
+        settled = self.stop.push(text) + (self.stop.finish() if stream_end else "")
+        if settled:
+            self.pieces.append(settled)
             if self.on_text is not None:
-                self.on_text(text)
+                self.on_text(settled)

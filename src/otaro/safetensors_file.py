@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from otaro.errors import FormatError
+from otaro.errors import FormatError, OtaroError
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -82,7 +82,13 @@ class SafetensorsFile:
     def read(self, name: str) -> Tensor:
         """The tensor of that name, in memory of its own."""
         info = self.tensors[name]
-        data = torch.empty(info.end - info.start, dtype=torch.uint8)
+        try:
+            data = torch.empty(info.end - info.start, dtype=torch.uint8)
+        except (RuntimeError, MemoryError) as error:
+            size = info.end - info.start
+            raise OtaroError(
+                f"there is not enough memory to read {name} from {self.path.name}: it takes {size} bytes"
+            ) from error
         self._read_into(self.data_start + info.start, data.numpy().data)
         return data.view(info.dtype).reshape(info.shape)
 

@@ -29,6 +29,9 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, taking turns.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="All processors if left out.")] = None,
+    kv_cache: Annotated[
+        str, typer.Option(metavar="FORMAT", help="How keys and values are kept: float16, or codes such as E5M8.")
+    ] = "float16",
     json_out: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write the figures as JSON; '-' is stdout.")
     ] = None,
@@ -55,6 +58,7 @@ def bench(
                 new_tokens=new_tokens,
                 rounds=rounds,
                 threads=threads,
+                kv_cache=kv_cache,
                 against_llama_cpp=against is not None,
                 progress=progress,
             )
@@ -66,6 +70,7 @@ def bench(
         "new_tokens": new_tokens,
         "rounds": rounds,
         "threads": threads,
+        "kv_cache": kv_cache,
         "results": [row.to_json() for row in rows],
     }
     if json_out == Path("-"):
@@ -82,13 +87,14 @@ def bench(
 
 def _table(rows: list[Row]) -> Table:
     table = Table("precision")
-    for heading in ("bits", "weights", "load", "first token", "prefill tok/s", "decode tok/s", "of bandwidth"):
+    for heading in ("bits", "weights", "cache", "load", "first token", "prefill tok/s", "decode tok/s", "of bandwidth"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
             str(row.precision),
             f"{row.bits_per_weight:.2f}",
             size_text(row.weight_bytes),
+            size_text(row.cache_bytes),
             f"{row.load_seconds:.2f} s",
             f"{row.speed.first_token_seconds:.2f} s",
             f"{row.speed.prefill:.0f}",

@@ -38,6 +38,9 @@ class LlamaCpp:
         options.n_ctx = options.n_batch = options.n_ubatch = context
         options.n_threads = options.n_threads_batch = threads
         self._context = self._api.llama_init_from_model(self._model, options)
+        if not self._context:
+            self._api.llama_model_free(self._model)
+            raise OtaroError(f"llama.cpp has no memory for {context} tokens of {path}: ask for fewer")
         self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
 
     def run(self, tokens: Sequence[int], position: int) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from otaro.bench.llama_cpp import LlamaCpp, import_llama_cpp
 from otaro.checkpoint.folder import Progress
-from otaro.engine.engine import Engine
+from otaro.engine.engine import FLOAT16, Engine
 from otaro.errors import OtaroError
 from otaro.export import export_gguf
 from otaro.export.blocks import block_type
@@ -40,11 +40,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Row:
-    """One width. `bandwidth_share` is what decoding reads per second, of what the memory delivers."""
+    """One width. `cache_bytes` is what keys and values of all tokens take, `bandwidth_share` what decoding reads per
+    second, of what the memory delivers.
+    """
 
     precision: Precision
     bits_per_weight: float
     weight_bytes: int
+    cache_bytes: int
     load_seconds: float
     speed: Speed
     bandwidth_share: float
@@ -63,13 +66,15 @@ def measure(
     new_tokens: int,
     rounds: int,
     threads: int | None,
+    kv_cache: Precision | str = FLOAT16,
     against_llama_cpp: bool = False,
     progress: Progress | None = None,
 ) -> list[Row]:
     """Measure each width, its GGUF twin in llama.cpp too if asked for."""
     if against_llama_cpp:
         import_llama_cpp()
-    engine = Engine(folder, max(precisions), threads=threads, context=prompt_tokens + new_tokens)
+    context = prompt_tokens + new_tokens
+    engine = Engine(folder, max(precisions), threads=threads, context=context, kv_cache=kv_cache)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(engine.weights.model.shape.vocabulary, (prompt_tokens,), generator=generator).tolist()
     runs: dict[tuple[Precision, str], Run] = {}
@@ -94,7 +99,7 @@ def measure(
     for precision in precisions:
         speed = _medians(speeds[precision, "otaro"])
         start = time.perf_counter()
-        loaded = Engine(folder, precision, threads=threads, context=prompt_tokens + new_tokens)
+        loaded = Engine(folder, precision, threads=threads, context=context, kv_cache=kv_cache)
         load_seconds = time.perf_counter() - start
         size = loaded.memory["weights"]
         packed = sum(matrix.rows * matrix.columns for matrix in set(loaded.weights.model.matrices.values()))
@@ -104,6 +109,7 @@ def measure(
                 precision,
                 8 * size / packed,
                 size,
+                loaded.memory["cache"],
                 load_seconds,
                 speed,
                 size * speed.decode / bandwidth,

@@ -161,8 +161,11 @@ class PackedFolder:
             ask = f" or ask for precision {self.precisions[0]}" if self.precisions else ""
             raise FormatError(f"{missing} is missing: {held}; fetch that file{ask}")
 
-    def check(self, precision: Precision, progress: Progress | None = None) -> None:
-        """Read the files of a width and make sure that they are whole, unaltered and of one pack."""
+    def check(self, precision: Precision, progress: Progress | None = None, *, above: Precision | None = None) -> None:
+        """Read the files of a width and make sure that they are whole, unaltered and of one pack.
+
+        Files that the width `above` reads too are left out: they have been checked before.
+        """
         expected: dict[Precision, set[Part]] = {}
         for entry in self.entries:
             for width, part in parts(entry, self.format):
@@ -170,6 +173,8 @@ class PackedFolder:
         self.check_available(precision)
         jobs = []
         for width in self.widths(precision):
+            if above is not None and width <= self.format.stored(above):
+                continue
             headers = self._headers(width)
             found = {Part(name, info.dtype, info.shape) for file, _ in headers for name, info in file.tensors.items()}
             different = sorted(part.key for part in found ^ expected.get(width, set()))

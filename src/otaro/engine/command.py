@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from otaro.console import note, parse_size, progress_bar, read_prompt, size_text, stream
+from otaro.console import mark, note, parse_size, progress_bar, read_prompt, size_text, stream
 from otaro.errors import OtaroError
 from otaro.precision import Precision, join
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from otaro.engine.runner import Request, Runner
+    from otaro.generate import GenerationResult
+
+    Marks = Callable[[Precision], None]
 
 GENERATE_EXAMPLE = "Example: echo 'Why is the sky blue?' | otaro generate smollm2-packed --precision E5M4 > answer.txt"
 CHAT_EXAMPLE = "Example: otaro chat smollm2-packed --precision E5M4"
@@ -59,6 +64,19 @@ Context = Annotated[
         min=2, help="Tokens that a text may have, prompt included; what the model allows, at most 8192, if left out."
     ),
 ]
+KvCache = Annotated[
+    str,
+    typer.Option(
+        metavar="FORMAT",
+        help="How keys and values are kept: float16, or in less memory as SEFP codes of a precision such as E5M8.",
+    ),
+]
+Progressive = Annotated[
+    bool,
+    typer.Option(
+        "--progressive", help="Answer as soon as E5M3 is loaded; wider planes join as they come, and you see it."
+    ),
+]
 Backend = Annotated[str, typer.Option(help="native, transformers, or auto: native where the model allows it.")]
 
 
@@ -82,6 +100,8 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Go on from the prompt as it stands, no chat template.")] = False,
     threads: Threads = None,
     context: Context = None,
+    kv_cache: KvCache = "float16",
+    progressive: Progressive = False,
     backend: Backend = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
@@ -92,19 +112,20 @@ def generate(
 
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     request = _request(max_new_tokens, sampling, prefill, draft, stop)
-    runner = _open(folder, _widest(width, request), backend, threads, context)
+    runner = _open(folder, _widest(width, request), backend, threads, context, kv_cache, progressive)
     if width is not None:
         runner.precision = width
     ids = prompt_tokens(runner.tokenizer, text, raw=raw)[0].tolist()
-    result = runner.generate(ids, request, None if as_json else stream)
+    result = runner.generate(ids, request, None if as_json else stream, _marks(progressive and not as_json))
     if as_json:
         print(json.dumps(result.to_json(), ensure_ascii=False))
     else:
         stream("\n")
     note(
-        f"{result.precision}: {result.tokens} tokens, {result.tokens_per_second:.1f} tokens/s, "
+        f"{_widths_text(result)}: {result.tokens} tokens, {result.tokens_per_second:.1f} tokens/s, "
         f"the first after {result.first_token_seconds:.2f} s"
     )
+    runner.check_loading()
 
 
 def chat(
@@ -123,6 +144,8 @@ def chat(
     seed: Seed = None,
     threads: Threads = None,
     context: Context = None,
+    kv_cache: KvCache = "float16",
+    progressive: Progressive = False,
     backend: Backend = "auto",
 ) -> None:
     """Talk with a model in the terminal; switch its precision as you go."""
@@ -130,18 +153,18 @@ def chat(
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     request = _request(max_new_tokens, sampling, prefill, draft, reuse=True)
     # Without --memory all planes are loaded, so that /precision can go up as well as down.
-    runner = _open(folder, width if memory is not None else None, backend, threads, context)
+    runner = _open(folder, width if memory is not None else None, backend, threads, context, kv_cache, progressive)
     if width is not None:
         runner.precision = width
     note(f"{folder} at {runner.precision}, {size_text(runner.memory)}: {CHAT_HELP}")
-    _Conversation(runner, request, system).run()
+    _Conversation(runner, request, system, _marks(progressive)).run()
 
 
 class _Conversation:
     """What has been said, and the loop that adds to it."""
 
-    def __init__(self, runner: Runner, request: Request, system: str | None) -> None:
-        self._runner, self._request, self._system = runner, request, system
+    def __init__(self, runner: Runner, request: Request, system: str | None, marks: Marks | None) -> None:
+        self._runner, self._request, self._system, self._marks = runner, request, system, marks
         if runner.tokenizer.chat_template is None:
             raise OtaroError("the model has no chat template: use otaro generate --raw")
         self._messages: list[dict[str, str]] = []
@@ -188,15 +211,28 @@ class _Conversation:
             stream(piece)
 
         try:
-            result = self._runner.generate(encoded["input_ids"], self._request, show)
+            result = self._runner.generate(encoded["input_ids"], self._request, show, self._marks)
         except KeyboardInterrupt:
             stream("\n")
             note("stopped")
         else:
             stream("\n")
             speed = f"{result.tokens_per_second:.1f} tokens/s"
-            note(f"{result.precision}, {speed}, {size_text(self._runner.memory)} of memory")
+            note(f"{_widths_text(result)}, {speed}, {size_text(self._runner.memory)} of memory")
         self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        self._runner.check_loading()
+
+
+def _marks(progressive: bool) -> Marks | None:
+    """What shows the width within the text, where it may change by itself."""
+    return (lambda width: mark(f"[{width}] ")) if progressive else None
+
+
+def _widths_text(result: GenerationResult) -> str:
+    """The width of an answer, or the tokens of each width if there were several."""
+    if len(result.widths) < 2:
+        return str(result.precision)
+    return ", ".join(f"{width} for {count}" for width, count in result.widths.items())
 
 
 def _ask() -> str:
@@ -252,7 +288,15 @@ def _widest(width: Precision | None, request: Request) -> Precision | None:
     return None if width is None else max(filter(None, (width, request.prefill, request.draft)))
 
 
-def _open(folder: Path, precision: Precision | None, backend: str, threads: int | None, context: int | None) -> Runner:
+def _open(
+    folder: Path,
+    precision: Precision | None,
+    backend: str,
+    threads: int | None,
+    context: int | None,
+    kv_cache: str,
+    progressive: bool,
+) -> Runner:
     from otaro.engine.runner import open_runner
 
     with progress_bar() as progress:
@@ -262,6 +306,8 @@ def _open(folder: Path, precision: Precision | None, backend: str, threads: int 
             backend=backend,
             threads=threads,
             context=context,
+            kv_cache=kv_cache,
+            progressive=progressive,
             progress=progress,
             remark=lambda text: note(f"otaro: {text}"),
         )

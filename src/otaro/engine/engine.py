@@ -17,24 +17,30 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy
 
 from otaro.checkpoint.folder import Progress
+from otaro.engine.live import LiveWeights
 from otaro.engine.native import Logits, Session
 from otaro.engine.sampling import Probabilities, Sampler, Sampling
 from otaro.engine.weights import Weights
-from otaro.errors import OtaroError
-from otaro.precision import NARROWEST, Precision
+from otaro.errors import OtaroError, PrecisionError
+from otaro.precision import NARROWEST, Precision, join
 
 DEFAULT_CONTEXT = 8192
+FLOAT16 = "float16"
 PREFILL_TOKENS = 256
 """Prompt tokens run between two looks at whether to stop."""
 MOST_DRAFTS = 4
 SURE_ENOUGH = 0.5
 """Drafting goes on while the drafting width gives its choice at least this probability."""
+
+Widths = bytes | Callable[[], bytes]
+"""The width of each part of a model, as `Weights.widths` gives it, or how to find it when tokens are run."""
 
 
 def usable_cores() -> int:
@@ -46,10 +52,12 @@ class Engine:
     """A packed folder ready to run. `precision` is the width in use; set it at any time, even between two tokens.
 
     With `progressive` it is ready as soon as the narrowest width is in; wider planes join in the background, and the
-    width in use rises with them up to `precision`, unless it is set meanwhile.
+    width in use rises with them up to `precision`, or to what it is set to meanwhile.
 
     `context` is how many tokens a text may have, at most the model's own limit. One text runs at a time: a second
     caller waits until the first one's iterator has ended or is closed. Precision and planes may change meanwhile.
+
+    Keys and values are kept as float16, or with `kv_cache` a precision, as SEFP codes of that width.
     """
 
     def __init__(
@@ -59,10 +67,13 @@ class Engine:
         *,
         context: int | None = None,
         threads: int | None = None,
+        kv_cache: Precision | str = FLOAT16,
         progressive: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.threads = threads or usable_cores()
+        self.kv_cache = parse_cache(kv_cache)
+        """The width of keys and values; None is float16."""
         chosen = None if precision is None else Precision(precision)
         first = NARROWEST if progressive else chosen
         self.weights = Weights(Path(folder), first, threads=self.threads, progress=progress)
@@ -70,67 +81,52 @@ class Engine:
         if context is not None and not 1 <= context <= limit:
             raise OtaroError(f"a context of {context} tokens is not possible: the model's own is {limit}")
         self.context = context or min(limit, DEFAULT_CONTEXT)
-        self._session = Session(self.weights.model, self.context)
-        self._precision = self.weights.precision
+        self._session = Session(self.weights.model, self.context, cache=self.kv_cache)
         self._held: list[int] = []
         self._text = threading.Lock()  # held while a text is run, between its tokens too
-        self._lock = threading.RLock()  # held while weights are read or changed
-        self._loader: threading.Thread | None = None
-        self._failure: Exception | None = None
-        self._rising = progressive  # until somebody sets the width
+        self._live = LiveWeights(self.weights)
+        self.used = self.weights.precision
+        """The width that the latest tokens were run at."""
+        # When the engine goes, and before the interpreter does: a thread must not outlive what it changes.
+        self._closed = weakref.finalize(self, self._live.close)
         if progressive:
-            wanted = chosen or self.weights.folder.precisions[0]
-            self.weights.folder.check_available(wanted)
-            self._loader = threading.Thread(target=self._load_wider, args=(wanted,), daemon=True)
-            self._loader.start()
+            self._live.load_in_background(chosen or self.weights.folder.precisions[0])
 
     @property
     def precision(self) -> Precision:
-        return self._precision
+        return self._live.precision
 
     @precision.setter
     def precision(self, precision: Precision | str) -> None:
-        width = Precision(precision)
-        self.weights.widths(width)
-        self._rising = False
-        self._precision = width
+        self._live.precision = Precision(precision)
 
     def drop_to(self, precision: Precision | str) -> None:
-        """Free the planes above a width; the width in use follows if it was above."""
-        width = Precision(precision)
-        with self._lock:
-            self._rising = False
-            self.weights.drop_to(width)
-            self._precision = min(self._precision, width)
+        """Free the planes above a width, and stop loading them; the width in use follows if it was above."""
+        self._live.drop_to(Precision(precision))
 
     def raise_to(self, precision: Precision | str) -> None:
         """Read the planes up to a width from the folder again and use it."""
-        width = Precision(precision)
-        self._rising = False
-        self.weights.raise_to(width, self._lock)
-        self._precision = width
+        self._live.raise_to(Precision(precision))
 
     def finish_loading(self) -> None:
         """Wait until all planes have joined; an error if some could not be read."""
-        if self._loader is not None:
-            self._loader.join()
-        if self._failure is not None:
-            raise self._failure
+        self._live.finish_loading()
 
-    def _load_wider(self, precision: Precision) -> None:
-        try:
-            for width in sorted(Precision):
-                if NARROWEST < width <= precision:
-                    self.weights.raise_to(width, self._lock)
-                    if self._rising:
-                        self._precision = width
-        except Exception as error:  # of any kind: nobody would see it in this thread
-            self._failure = error
+    def check_loading(self) -> None:
+        """An error, once, if planes could not be read in the background; what had joined by then stays."""
+        self._live.check_loading()
+
+    def close(self) -> None:
+        """Stop loading in the background."""
+        self._closed()
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes taken by the packed weights, and by keys, values and working memory."""
-        return {"weights": self.weights.nbytes, "session": self._session.nbytes}
+        """Bytes taken by the packed weights, by keys and values of a full context, and by working memory."""
+        cache, work = self._session.nbytes
+        with self._live.running:
+            weights = self.weights.nbytes
+        return {"weights": weights, "cache": cache, "work": work}
 
     def logits(self, tokens: Sequence[int], precision: Precision | str | None = None) -> Logits:
         """The logits after each token of a text, [tokens, vocabulary]."""
@@ -146,7 +142,7 @@ class Engine:
         max_new_tokens: int,
         sampling: Sampling = Sampling(),
         prefill: Precision | str | None = None,
-        overrides: Mapping[str, Precision] | None = None,
+        overrides: Mapping[str, Precision | str] | None = None,
         draft: Precision | str | None = None,
         end: Sequence[int] = (),
         reuse: bool = False,
@@ -160,13 +156,17 @@ class Engine:
         if max_new_tokens < 1:
             raise OtaroError(f"max_new_tokens is {max_new_tokens}: ask for at least 1 token")
         self._check_prompt(prompt, max_new_tokens)
+        wanted, reading = self._widths(None, overrides), self._widths(prefill, overrides)
+        drafting = None if draft is None else self._widths(draft)
+        for widths in filter(None, (wanted, reading, drafting)):
+            widths()  # an error now, not with the first token
         return self._tokens(
             list(prompt),
             max_new_tokens,
             Sampler(sampling),
-            lambda: self.weights.widths(self.precision, overrides),
-            self.weights.widths(self.precision if prefill is None else Precision(prefill), overrides),
-            None if draft is None else self._widths(draft),
+            wanted,
+            reading,
+            drafting,
             frozenset(end),
             reuse,
         )
@@ -176,9 +176,9 @@ class Engine:
         text: list[int],
         max_new_tokens: int,
         sampler: Sampler,
-        widths: Callable[[], bytes],
-        prefill: bytes,
-        draft: bytes | None,
+        widths: Widths,
+        prefill: Widths,
+        draft: Widths | None,
         end: frozenset[int],
         reuse: bool,
     ) -> Iterator[int]:
@@ -196,11 +196,11 @@ class Engine:
                         return
                 room = min(MOST_DRAFTS, limit - len(text) - 1)
                 if draft is None or room < 1:
-                    fresh = [sampler.pick(self.run(text[-1:], len(text) - 1, widths())[0], text)]
+                    fresh = [sampler.pick(self.run(text[-1:], len(text) - 1, widths)[0], text)]
                 else:
-                    fresh = self._speculate(text, sampler, widths(), draft, room)
+                    fresh = self._speculate(text, sampler, widths, draft, room)
 
-    def _prefill(self, text: list[int], widths: bytes, reuse: bool) -> Logits:
+    def _prefill(self, text: list[int], widths: Widths, reuse: bool) -> Logits:
         """Run all of a prompt that is not held already; the last token's logits."""
         done = 0
         if reuse:
@@ -215,7 +215,7 @@ class Engine:
             done += len(part)
         return logits[0]
 
-    def _speculate(self, text: list[int], sampler: Sampler, widths: bytes, draft: bytes, most: int) -> list[int]:
+    def _speculate(self, text: list[int], sampler: Sampler, widths: Widths, draft: Widths, most: int) -> list[int]:
         """At least one new token: drafts that hold, and one of the wanted width after them."""
         start = len(text) - 1
         drafts: list[int] = []
@@ -240,22 +240,40 @@ class Engine:
         self._session.length = start + 1 + len(kept)  # behind lie drafts that did not hold
         return [*kept, last]
 
-    def run(self, tokens: Sequence[int], position: int, widths: bytes, logits: int = 1) -> Logits:
+    def run(self, tokens: Sequence[int], position: int, widths: Widths, logits: int = 1) -> Logits:
         """Run tokens at a position; the last rows of logits. For measuring: `tokens` is what continues a text."""
-        with self._lock:
-            return self._session.run(tokens, position, widths, threads=self.threads, logits=logits)
+        with self._live.running:
+            chosen = widths if isinstance(widths, bytes) else widths()
+            return self._session.run(tokens, position, chosen, threads=self.threads, logits=logits)
 
-    def _widths(self, precision: Precision | str | None) -> bytes:
-        return self.weights.widths(self.precision if precision is None else Precision(precision))
+    def _widths(
+        self, precision: Precision | str | None, overrides: Mapping[str, Precision | str] | None = None
+    ) -> Callable[[], bytes]:
+        """The widths of a precision, or of the one in use, when they are needed."""
+        fixed = None if precision is None else Precision(precision)
+
+        def now() -> bytes:
+            self.used = self.precision if fixed is None else self._live.at(fixed)
+            return self.weights.widths(self.used, overrides)
+
+        return now
 
     def _check_prompt(self, prompt: Sequence[int], new: int) -> None:
-        if not prompt:
+        if len(prompt) == 0:
             raise OtaroError("the prompt has no tokens: give some text to go on from")
         if len(prompt) + new > self.context:
             raise OtaroError(
                 f"{len(prompt)} tokens of prompt and {new} new ones do not fit the context of {self.context}: "
                 "shorten the prompt or ask for fewer"
             )
+
+
+def parse_cache(name: Precision | str) -> Precision | None:
+    """How keys and values are kept: the width of their codes, None for float16."""
+    try:
+        return None if name == FLOAT16 else Precision(name)
+    except PrecisionError as error:
+        raise OtaroError(f"keys and values cannot be kept as {name}: choose {FLOAT16} or {join(Precision)}") from error
 
 
 def widest_that_fits(weights_bytes: Mapping[Precision, int], memory: int) -> Precision:

@@ -40,9 +40,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "otaro_model_destroy": (_DATA,),
     "otaro_model_set_matrix": (_DATA, _LONG, _INT, _DATA),
     "otaro_model_set_vector": (_DATA, _LONG, _INT, _DATA, _LONG),
-    "otaro_session_create": (_DATA, _LONG, _INT, _DATA),
+    "otaro_session_create": (_DATA, _LONG, _INT, _INT, _DATA),
     "otaro_session_destroy": (_DATA,),
-    "otaro_session_bytes": (_DATA, _DATA),
+    "otaro_session_bytes": (_DATA, _DATA, _DATA),
+    "otaro_cache_round": (_INT, _DATA, _LONG, _LONG, _LONG, _DATA, _LONG, _INT),
     "otaro_session_run": (_DATA, _DATA, _LONG, _LONG, _LONG, _DATA, _LONG, _DATA, _LONG, _LONG, _INT),
 }
 
@@ -114,6 +115,7 @@ class Matrix:
     def __init__(self, planes: Planes, shape: Sequence[int], format: Format, threads: int) -> None:
         rows, self.columns = shape
         self.rows = rows
+        self.group_size = format.group_size
         self._threads = threads
         format_ = cpu.c_format(format)
         self.handle = _create(self, "otaro_matrix", ctypes.byref(format_), rows, self.columns)
@@ -173,6 +175,11 @@ class Model:
         self.handle = _create(self, "otaro_model", ctypes.byref(config))
 
     def set_matrix(self, layer: int, role: MatrixRole, matrix: Matrix) -> None:
+        other = next((held.group_size for held in self.matrices.values()), matrix.group_size)
+        if matrix.group_size != other:
+            raise OtaroError(
+                f"groups of {matrix.group_size} and of {other} weights cannot run in one model: pack all of it alike"
+            )
         _check(_library().otaro_model_set_matrix(self.handle, layer, role, matrix.handle))
         self.matrices[layer, role] = matrix
 
@@ -182,18 +189,25 @@ class Model:
 
 
 class Session:
-    """Keys and values of one text, and the running of a model over it."""
+    """Keys and values of one text, and the running of a model over it.
 
-    def __init__(self, model: Model, context: int, *, isa: str | None = None) -> None:
+    Keys and values are kept as float16, or as SEFP codes of the width `cache`.
+    """
+
+    def __init__(self, model: Model, context: int, *, cache: Precision | None = None, isa: str | None = None) -> None:
         self.context = context
         self.length = 0
         """Tokens whose keys and values are held."""
         self._model = model
-        self.handle = _create(self, "otaro_session", model.handle, context, cpu.isa_number(isa))
+        width = 0 if cache is None else cache.mantissa
+        self.handle = _create(self, "otaro_session", model.handle, context, width, cpu.isa_number(isa))
 
     @property
-    def nbytes(self) -> int:
-        return _count("otaro_session_bytes", self.handle)
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes that keys and values take once the context is full, and all the rest."""
+        cache, work = ctypes.c_int64(), ctypes.c_int64()
+        _check(_library().otaro_session_bytes(self.handle, ctypes.byref(cache), ctypes.byref(work)))
+        return cache.value, work.value
 
     def run(self, tokens: Sequence[int], position: int, widths: bytes, *, threads: int, logits: int = 1) -> Logits:
         """Run tokens from a position on, forgetting what lay there and behind; the last rows of logits.
@@ -222,6 +236,18 @@ class Session:
         _check(error, "that precision is not loaded: raise the model to it first")
         self.length = position + len(ids)
         return result
+
+
+def round_keys(x: Tensor, precision: Precision, *, isa: str | None = None) -> Tensor:
+    """What a cache of a width gives back for keys or values, [rows, head dimension]."""
+    x = x.to(torch.float32).contiguous()
+    y = torch.empty_like(x)
+    error = _library().otaro_cache_round(
+        *(precision.mantissa, x.data_ptr(), 4 * x.numel(), x.shape[0], x.shape[1]),
+        *(y.data_ptr(), 4 * y.numel(), cpu.isa_number(isa)),
+    )
+    _check(error)
+    return y
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 
 from otaro.checkpoint.folder import Progress
 from otaro.engine.architecture import UnsupportedError
-from otaro.engine.engine import Engine
+from otaro.engine.engine import FLOAT16, Engine, parse_cache
 from otaro.engine.sampling import Sampling
 from otaro.errors import OtaroError
 from otaro.generate import GenerationResult, continue_tokens, load_tokenizer
@@ -50,8 +50,16 @@ class Runner(Protocol):
         """Bytes that the model takes."""
 
     def generate(
-        self, prompt: Sequence[int], request: Request, on_text: Callable[[str], None] | None = None
-    ) -> GenerationResult: ...
+        self,
+        prompt: Sequence[int],
+        request: Request,
+        on_text: Callable[[str], None] | None = None,
+        on_width: Callable[[Precision], None] | None = None,
+    ) -> GenerationResult:
+        """Go on from a prompt; `on_width` hears the width of the first token, and of later ones if it changes."""
+
+    def check_loading(self) -> None:
+        """An error, once, if a part of the weights could not be read in the background."""
 
 
 class NativeRunner:
@@ -74,7 +82,11 @@ class NativeRunner:
         return sum(self.engine.memory.values())
 
     def generate(
-        self, prompt: Sequence[int], request: Request, on_text: Callable[[str], None] | None = None
+        self,
+        prompt: Sequence[int],
+        request: Request,
+        on_text: Callable[[str], None] | None = None,
+        on_width: Callable[[Precision], None] | None = None,
     ) -> GenerationResult:
         from otaro.engine.text import generate
 
@@ -89,7 +101,11 @@ class NativeRunner:
             stop=request.stop,
             reuse=request.reuse,
             on_text=on_text,
+            on_width=on_width,
         )
+
+    def check_loading(self) -> None:
+        self.engine.check_loading()
 
 
 class TransformersRunner:
@@ -114,7 +130,11 @@ class TransformersRunner:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def generate(
-        self, prompt: Sequence[int], request: Request, on_text: Callable[[str], None] | None = None
+        self,
+        prompt: Sequence[int],
+        request: Request,
+        on_text: Callable[[str], None] | None = None,
+        on_width: Callable[[Precision], None] | None = None,
     ) -> GenerationResult:
         for name in ("prefill", "draft"):
             if getattr(request, name) is not None:
@@ -129,8 +149,6 @@ class TransformersRunner:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
             }
-        if request.stop:
-            settings |= {"stop_strings": list(request.stop), "tokenizer": self.tokenizer}
         return continue_tokens(
             self.model,
             self.tokenizer,
@@ -138,8 +156,12 @@ class TransformersRunner:
             max_new_tokens=request.max_new_tokens,
             settings={**settings, "repetition_penalty": sampling.repetition_penalty},
             seed=sampling.seed,
+            stop=request.stop,
             on_text=on_text,
         )
+
+    def check_loading(self) -> None:
+        """All has been read before the first token."""
 
 
 def open_runner(
@@ -149,6 +171,8 @@ def open_runner(
     backend: str = "auto",
     threads: int | None = None,
     context: int | None = None,
+    kv_cache: Precision | str = FLOAT16,
+    progressive: bool = False,
     progress: Progress | None = None,
     remark: Callable[[str], None],
 ) -> Runner:
@@ -161,12 +185,23 @@ def open_runner(
         reason = cpu.available()
         if reason is None:
             try:
-                engine = Engine(folder, precision, threads=threads, context=context, progress=progress)
+                engine = Engine(
+                    folder,
+                    precision,
+                    threads=threads,
+                    context=context,
+                    kv_cache=kv_cache,
+                    progressive=progressive,
+                    progress=progress,
+                )
                 return NativeRunner(engine, load_tokenizer(folder))
             except UnsupportedError as error:
                 reason = str(error)
         if backend == "native":
             raise OtaroError(f"{folder} does not run natively: {reason}")
         remark(f"{folder} runs through transformers: {reason}")
+    for option, given in (("--kv-cache", parse_cache(kv_cache) is not None), ("--progressive", progressive)):
+        if given:
+            raise OtaroError(f"{option} needs the native engine, which does not run this model")
     model = otaro.load(folder, precision, progress=progress)
     return TransformersRunner(model, load_tokenizer(folder))

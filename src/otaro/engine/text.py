@@ -8,8 +8,7 @@ from typing import Any
 
 from otaro.engine.engine import Engine
 from otaro.engine.sampling import Sampling
-from otaro.errors import OtaroError
-from otaro.generate import GenerationResult
+from otaro.generate import GenerationResult, StopText
 from otaro.precision import Precision
 
 UNFINISHED = "\ufffd"
@@ -20,17 +19,17 @@ class TextStream:
     """Tokens to text as it settles: a character in several tokens, or what may be a stop string, is held back."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        if "" in stop:
-            raise OtaroError("a stop string is empty: leave it out")
         self._tokenizer = tokenizer
-        self._stop = list(stop)
+        self._settled = StopText(stop)
         self._tokens: list[int] = []
         self._context = self._done = (
             0  # tokens from _context to _done have been given out, and give the next ones context
         )
-        self._pending = ""
-        self.stopped = False
+
+    @property
+    def stopped(self) -> bool:
         """A stop string came; nothing follows."""
+        return self._settled.stopped
 
     def push(self, token: int) -> str:
         """The text that is settled by one more token."""
@@ -40,35 +39,15 @@ class TextStream:
         if text.endswith(UNFINISHED):
             return ""
         self._context, self._done = self._done, len(self._tokens)
-        self._pending += text[len(before) :]
-        return self._settle()
+        return self._settled.push(text[len(before) :])
 
     def finish(self) -> str:
         """What is left at the end."""
-        if self.stopped:
-            return ""
         before = self._decode(self._tokens[self._context : self._done])
-        rest = self._pending + self._decode(self._tokens[self._context :])[len(before) :]
-        self._pending = ""
-        return rest
-
-    def _settle(self) -> str:
-        found = [place for place in (self._pending.find(text) for text in self._stop) if place >= 0]
-        if found:
-            self.stopped = True
-            return self._pending[: min(found)]
-        held = max((_overlap(self._pending, text) for text in self._stop), default=0)
-        cut = len(self._pending) - held
-        settled, self._pending = self._pending[:cut], self._pending[cut:]
-        return settled
+        return self._settled.push(self._decode(self._tokens[self._context :])[len(before) :]) + self._settled.finish()
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text could begin the stop string."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def generate(
@@ -79,21 +58,24 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling = Sampling(),
     prefill: Precision | None = None,
-    overrides: Mapping[str, Precision] | None = None,
+    overrides: Mapping[str, Precision | str] | None = None,
     draft: Precision | None = None,
     stop: Sequence[str] = (),
     reuse: bool = False,
     on_text: Callable[[str], None] | None = None,
+    on_width: Callable[[Precision], None] | None = None,
 ) -> GenerationResult:
     """Go on from a prompt's tokens at the engine's precision; the settings are those of `Engine.tokens`.
 
-    `on_text` gets each piece of text as soon as it is settled. An answer ends at one of the model's end tokens, before
+    `on_text` gets each piece of text as soon as it is settled, `on_width` the width before the first token and whenever
+    another one is in use. An answer ends at one of the model's end tokens, before
     one of the `stop` strings, or at the limit.
     """
     stream = TextStream(tokenizer, stop)
     start = time.perf_counter()
     first = 0.0
-    count = 0
+    widths: dict[Precision, int] = {}
+    width: Precision | None = None
     pieces: list[str] = []
 
     def hand_over(piece: str) -> None:
@@ -113,21 +95,27 @@ def generate(
         reuse=reuse,
     )
     for token in tokens:
-        if count == 0:
+        if not widths:
             first = time.perf_counter() - start
-        count += 1
+        if engine.used != width:
+            width = engine.used
+            if on_width is not None:
+                on_width(width)
+        widths[width] = widths.get(width, 0) + 1
         hand_over(stream.push(token))
         if stream.stopped:
             break
     hand_over(stream.finish())
     seconds = time.perf_counter() - start
+    count = sum(widths.values())
     return GenerationResult(
         text="".join(pieces),
         tokens=count,
         seconds=seconds,
         tokens_per_second=(count - 1) / (seconds - first) if count > 1 else count / seconds,
         first_token_seconds=first,
-        precision=engine.precision,
+        precision=engine.precision if width is None else width,
+        widths=widths,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -70,15 +70,34 @@ class Weights:
                 matrix.drop_bit(bit)
         self.precision = min(self.precision, precision)
 
-    def raise_to(self, precision: Precision, lock: AbstractContextManager[Any] = nullcontext()) -> None:
-        """Read the planes up to a width from the folder again; `lock` is held while a matrix is changed."""
-        self.folder.check(precision)
-        for width in self.folder.widths(precision):
-            if width > self.precision:
-                self._load_bits(width, lock)
-                self.precision = width
+    def missing(self, precision: Precision) -> list[Precision]:
+        """The widths to add, one after another, before a width can be run."""
+        return [width for width in self.folder.widths(precision) if width > self.precision]
 
-    def widths(self, precision: Precision, overrides: Mapping[str, Precision] | None = None) -> bytes:
+    def add(
+        self,
+        width: Precision,
+        lock: AbstractContextManager[Any] = nullcontext(),
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Read the planes of the next width: all of them, or none if the file is bad or they are not `wanted` any more.
+
+        `lock` is held while a matrix is changed.
+        """
+        try:
+            self.folder.check(width, above=self.precision)
+            complete = self._load_bits(width, lock, wanted)
+        except BaseException as error:
+            self._drop_bit(width, lock)
+            if isinstance(error, OSError):
+                raise FormatError(f"the planes of {width} cannot be read ({error}): fetch their file again") from error
+            raise
+        if complete:
+            self.precision = width
+        else:
+            self._drop_bit(width, lock)
+
+    def widths(self, precision: Precision, overrides: Mapping[str, Precision | str] | None = None) -> bytes:
         """The width of the embedding, of each layer and of the head: `precision`, but never below a floor.
 
         `overrides` maps patterns of ``model.embed_tokens``, ``model.layers.N`` and ``lm_head`` to other widths.
@@ -90,7 +109,7 @@ class Weights:
             matching = [name for name in names if fnmatchcase(name, pattern)]
             if not matching:
                 raise PrecisionError(f"no layer is called {pattern}: there are {EMBEDDING}, model.layers.N and {HEAD}")
-            chosen.update(dict.fromkeys(matching, width))
+            chosen.update(dict.fromkeys(matching, Precision(width)))
         floor = self._floors[EMBEDDING]
         head_floor = self._floors.get(HEAD, floor)
         chosen[EMBEDDING], chosen[HEAD] = max(chosen[EMBEDDING], floor), max(chosen[HEAD], head_floor)
@@ -126,11 +145,25 @@ class Weights:
         floor = self._floors.get(name, NARROWEST)
         return floor.mantissa - NARROWEST.mantissa
 
-    def _load_bits(self, width: Precision, lock: AbstractContextManager[Any] = nullcontext()) -> None:
+    def _load_bits(
+        self,
+        width: Precision,
+        lock: AbstractContextManager[Any] = nullcontext(),
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> bool:
         for key, plane in self.folder.planes(width):
             name, _, part = key.rpartition(".")
             with lock:
+                if not wanted():
+                    return False
                 self._matrices[name].set_bit(_BITS[part], plane)
+        return True
+
+    def _drop_bit(self, width: Precision, lock: AbstractContextManager[Any]) -> None:
+        for name, matrix in self._matrices.items():
+            if self._floors[name] < width:
+                with lock:
+                    matrix.drop_bit(width.mantissa)
 
     def _set_vector(self, key: str, tensor: Tensor) -> None:
         place = vector_place(key)

@@ -52,6 +52,7 @@ def export_gguf(
     except UnsupportedError as error:
         raise OtaroError(f"{folder} cannot be exported: {error}") from error
     architecture = ARCHITECTURES[config.model_type]
+    _check_metadata(folder, config, shape)
     partial = out.with_name(f".{out.name}.partial")
     writer = GGUFWriter(partial, arch=_name(architecture))
     try:
@@ -88,6 +89,21 @@ def export_gguf(
     finally:
         partial.unlink(missing_ok=True)
     return out
+
+
+def _check_metadata(folder: Path, config: Any, shape: Shape) -> None:
+    """Refuse what llama.cpp has no metadata for in these architectures: it would run, and run something else."""
+    window = min((window for window in shape.window if window > 0), default=config.max_position_embeddings)
+    if window < config.max_position_embeddings:
+        raise OtaroError(
+            f"{folder} cannot be exported: its attention sees {window} tokens back, and llama.cpp lets "
+            f"{config.model_type} see all; set max_position_embeddings to {window} in config.json if that is enough"
+        )
+    rope = config.rope_parameters.get("rope_type")
+    if rope == "llama3" and ARCHITECTURES[config.model_type] != MODEL_ARCH.LLAMA:
+        raise OtaroError(
+            f"{folder} cannot be exported: llama.cpp has no rotary embeddings of type {rope} for {config.model_type}"
+        )
 
 
 def _name(architecture: MODEL_ARCH) -> str:

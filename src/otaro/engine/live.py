@@ -1,0 +1,106 @@
+"""Which planes are in memory and which width is in use, both changed while a model runs.
+
+Three may act at a time: whoever runs a text, whoever switches, drops or raises, and the thread that reads wider planes
+in the background. Two locks keep them apart:
+
+    running     held while tokens are run, and for the moments in which a plane comes or goes or the width changes
+    changing    held from the first plane of a width to the last by whoever adds or frees planes
+
+So tokens run while a file is being read, and a width is there as a whole or not at all. How far the background goes is
+looked at before every plane: lowering it stops the reading at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from otaro.engine.weights import Weights
+from otaro.precision import NARROWEST, Precision
+
+
+class LiveWeights:
+    """Weights whose planes come and go. `close` them, or their background thread goes on."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.running = threading.RLock()
+        self._changing = threading.Lock()
+        self._goal = weights.precision  # what was asked for; what is in use may still be narrower
+        self._limit = weights.precision  # how far planes are or will be there
+        self._loader: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """The width in use."""
+        return min(self._goal, self.weights.precision)
+
+    @precision.setter
+    def precision(self, width: Precision) -> None:
+        with self.running:
+            self.weights.widths(self.at(width))
+            self._goal = width
+
+    def at(self, width: Precision) -> Precision:
+        """A width asked for, or while its planes are still coming the widest that is there."""
+        coming = self._loader is not None and self._loader.is_alive() and width <= self._limit
+        return min(width, self.weights.precision) if coming else width
+
+    def drop_to(self, width: Precision) -> None:
+        """Free the planes above a width, and let none of them come any more."""
+        with self.running:
+            self._limit = min(self._limit, width)  # before waiting for the background: it stops
+        with self._changing, self.running:
+            self._limit, self._goal = min(self._limit, width), min(self._goal, width)
+            self.weights.drop_to(width)
+
+    def raise_to(self, width: Precision) -> None:
+        """Read the planes up to a width and use it; should that fail, what was there is in use as before."""
+        self.weights.folder.check_available(width)
+        with self._changing:
+            for missing in self.weights.missing(width):
+                self.weights.add(missing, self.running)
+            with self.running:
+                self._goal = width
+                self._limit = max(self._limit, width)
+
+    def load_in_background(self, width: Precision) -> None:
+        """Read the planes up to a width while texts run; the width in use rises with them, unless it is set."""
+        self.weights.folder.check_available(width)
+        self._goal = self._limit = width
+        self._loader = threading.Thread(target=self._load, daemon=True)
+        self._loader.start()
+
+    def finish_loading(self) -> None:
+        """Wait until the background is done; its error, if there was one."""
+        if self._loader is not None:
+            self._loader.join()
+        self.check_loading()
+
+    def check_loading(self) -> None:
+        """The background's error, if there was one, the first time it is asked for."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Stop the background and wait for its end, so that nothing is changed any more."""
+        self._limit = NARROWEST
+        loader = self._loader
+        if loader is not None and loader is not threading.current_thread():
+            loader.join()
+
+    def _wants(self, width: Precision) -> Callable[[], bool]:
+        return lambda: width <= self._limit
+
+    def _load(self) -> None:
+        try:
+            while True:
+                with self._changing:
+                    width = next(iter(self.weights.missing(self._limit)), None)
+                    if width is None:
+                        return
+                    self.weights.add(width, self.running, self._wants(width))
+        except Exception as error:  # of any kind: nobody would see it in this thread
+            self._failure = error
