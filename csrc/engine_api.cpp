@@ -36,9 +36,10 @@ class Workspace {
     Workspace(const Tiles& tiles, int64_t batch, bool fine, int threads)
         : coarse_(allocate<int8_t>(batch * padded_columns(tiles))),
           fine_(allocate<int8_t>(fine ? batch * padded_columns(tiles) : 0)),
+          words_(allocate<int16_t>(fine ? batch * padded_columns(tiles) : 0)),
           scale_(allocate<float>(batch * tiles.blocks)), offset_(allocate<float>(batch * tiles.blocks)) {
         for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(unpacked_bytes(tiles)));
-        x_ = {coarse_.get(), fine ? fine_.get() : nullptr, scale_.get(),
+        x_ = {coarse_.get(), fine ? fine_.get() : nullptr, words_.get(), scale_.get(),
               offset_.get(), padded_columns(tiles),        tiles.blocks};
     }
     const Activations& x() const { return x_; }
@@ -46,6 +47,7 @@ class Workspace {
 
   private:
     Memory<int8_t> coarse_, fine_;
+    Memory<int16_t> words_;
     Memory<float> scale_, offset_;
     std::vector<Memory<uint8_t>> scratch_;
     Activations x_;

@@ -19,6 +19,7 @@ namespace otaro {
 struct Activations {
     int8_t* coarse;
     int8_t* fine;    // null: 8 bits are enough
+    int16_t* words;  // with `fine`: both bytes as one number; of each 4 columns first 0 and 2, then 1 and 3
     float* scale;    // one a block, the constant part of the step included
     float* offset;   // scale * bias * sum of x, one a block
     int64_t columns; // bytes from one row of activations to the next

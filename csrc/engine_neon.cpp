@@ -17,6 +17,7 @@ namespace {
 struct NeonDot : Neon {
     using B = uint8x16_t;
     static constexpr int kBytes = 16, kCodeBits = 7, kProductBatch = 8, kFineBatch = 4;
+    static constexpr bool kWords = false; // they take four weights where a dot product takes sixteen
 
     static B load_bytes(const uint8_t* p) { return vld1q_u8(p); }
     static void store_bytes(uint8_t* p, B a) { vst1q_u8(p, a); }
@@ -43,6 +44,7 @@ struct NeonDot : Neon {
         return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #    endif
     }
+
     static F powers(const uint8_t* scale) {
         int32_t bytes;
         memcpy(&bytes, scale, sizeof bytes);

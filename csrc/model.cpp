@@ -118,6 +118,7 @@ Session::Session(const Model& model, int64_t context, const EngineKernels& kerne
     }
     quantized_.coarse = room<int8_t>(kMostTokens * widest_);
     quantized_.fine = room<int8_t>(kMostTokens * widest_);
+    quantized_.words = room<int16_t>(kMostTokens * widest_);
     quantized_.scale = room<float>(kMostTokens * widest_ / kBlockColumns);
     quantized_.offset = room<float>(kMostTokens * widest_ / kBlockColumns);
     score_count_ = attention_scratch(capacity_);
@@ -129,8 +130,9 @@ void Session::reserve_scratch(int threads) {
 }
 
 Activations Session::activations(const Matrix& matrix, bool fine) const {
-    return {quantized_.coarse.get(), fine ? quantized_.fine.get() : nullptr, quantized_.scale.get(),
-            quantized_.offset.get(), padded_columns(matrix.tiles()),         matrix.tiles().blocks};
+    return {
+        quantized_.coarse.get(), fine ? quantized_.fine.get() : nullptr, quantized_.words.get(), quantized_.scale.get(),
+        quantized_.offset.get(), padded_columns(matrix.tiles()),         matrix.tiles().blocks};
 }
 
 // ---- running --------------------------------------------------------------------------------------------------------

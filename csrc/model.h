@@ -55,6 +55,7 @@ class Session {
   private:
     struct Quantized { // room for kMostTokens rows of activations
         Memory<int8_t> coarse, fine;
+        Memory<int16_t> words;
         Memory<float> scale, offset;
     };
 

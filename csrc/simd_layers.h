@@ -104,6 +104,13 @@ void quantize_activations(const float* x, int64_t length, int mantissa, const Ac
                 high[i] = static_cast<int8_t>(top);
                 low[i] = static_cast<int8_t>(whole[i] - top * 256);
             }
+            if constexpr (V::kWords) {
+                int16_t* const words = to.words + row * to.columns + start;
+                for (int i = 0; i < kBlockColumns; ++i) {
+                    // The middle two of four change places: 0 2 1 3.
+                    words[i ^ ((i ^ i >> 1) & 1 ? 3 : 0)] = static_cast<int16_t>(whole[i]);
+                }
+            }
         } else {
             for (int i = 0; i < kBlockColumns; ++i) high[i] = static_cast<int8_t>(whole[i]);
         }

@@ -65,7 +65,7 @@ def test_products_are_the_same_on_every_instruction_set_and_close(
     planes, _ = ops.pack(weight, format)
     matrix = Matrix(planes, weight.shape, format, threads=2)
     values = ops.dequantize(planes, columns, precision, format, torch.float32)
-    for batch in (1, 3, 8, 21):
+    for batch in (*range(1, 9), 21):
         x = torch.randn(batch, columns, generator=random)
         expected = x.double() @ values.double().T
         results = [
