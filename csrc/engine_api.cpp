@@ -30,6 +30,16 @@ bool within(int64_t value, int64_t most) { return value > 0 && value <= most; }
 
 bool of_whole_matrix(int32_t role) { return role == OTARO_EMBEDDING || role == OTARO_HEAD; }
 
+// A width for the embedding, for each layer and for the head.
+int check_widths(const Model& model, const uint8_t* mantissa, int64_t bytes) {
+    const int64_t widths = static_cast<int64_t>(model.layers.size()) + 2;
+    if (bytes < widths) return OTARO_ERROR_BUFFER;
+    for (int64_t i = 0; i < widths; ++i) {
+        if (!valid_mantissa(mantissa[i])) return OTARO_ERROR_ARGUMENT;
+    }
+    return OTARO_OK;
+}
+
 // Room for a product outside a session.
 class Workspace {
   public:
@@ -218,16 +228,28 @@ int32_t otaro_session_run(otaro_session* session, const int32_t* tokens, int64_t
         if (threads < 1 || threads > kMaxThreads || (logits == nullptr && logits_count > 0))
             return OTARO_ERROR_ARGUMENT;
         const Model& model = session->session.model();
-        const int64_t widths = static_cast<int64_t>(model.layers.size()) + 2;
-        if (tokens_bytes < count * static_cast<int64_t>(sizeof *tokens) || mantissa_bytes < widths) {
-            return OTARO_ERROR_BUFFER;
-        }
+        if (tokens_bytes < count * static_cast<int64_t>(sizeof *tokens)) return OTARO_ERROR_BUFFER;
         if (logits_bytes / static_cast<int64_t>(sizeof *logits) / model.vocabulary < logits_count) {
             return OTARO_ERROR_BUFFER;
         }
-        for (int64_t i = 0; i < widths; ++i) {
-            if (!valid_mantissa(mantissa[i])) return OTARO_ERROR_ARGUMENT;
-        }
+        const int error = check_widths(model, mantissa, mantissa_bytes);
+        if (error != OTARO_OK) return error;
         return session->session.run(tokens, count, position, mantissa, logits, logits_count, threads);
+    });
+}
+
+int32_t otaro_session_draft(otaro_session* session, int32_t token, int64_t position, const uint8_t* mantissa,
+                            int64_t mantissa_bytes, int64_t rows, float margin, int32_t* drafts, int64_t drafts_bytes,
+                            int64_t* count, int32_t threads) {
+    return guarded([&]() -> int {
+        if (session == nullptr || mantissa == nullptr || drafts == nullptr || count == nullptr)
+            return OTARO_ERROR_ARGUMENT;
+        const Model& model = session->session.model();
+        if (position < 0 || !within(*count, kMostRows) || !within(rows, model.vocabulary)) return OTARO_ERROR_ARGUMENT;
+        if (threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
+        if (drafts_bytes / static_cast<int64_t>(sizeof *drafts) < *count) return OTARO_ERROR_BUFFER;
+        const int error = check_widths(model, mantissa, mantissa_bytes);
+        if (error != OTARO_OK) return error;
+        return session->session.draft(token, position, mantissa, rows, margin, drafts, count, threads);
     });
 }

@@ -49,6 +49,8 @@ class Session {
 
     int run(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa, float* logits,
             int64_t logits_count, int threads);
+    int draft(int32_t token, int64_t position, const uint8_t* mantissa, int64_t rows, float margin, int32_t* drafts,
+              int64_t* count, int threads);
     int64_t bytes() const { return bytes_; }
     const Model& model() const { return model_; }
 
@@ -59,10 +61,12 @@ class Session {
         Memory<float> scale, offset;
     };
 
+    int check(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa) const;
+    bool fine(int role, int mantissa) const;
     void run_tokens(Team& team, const int32_t* tokens, int64_t count, const uint8_t* mantissa);
     void attention(Team& team, const Layer& layer, int64_t index, int64_t count, int mantissa);
     void feed_forward(Team& team, const Layer& layer, int64_t count, int mantissa);
-    void head(Team& team, int64_t first, int64_t count, int mantissa, float* logits);
+    void head(Team& team, int64_t first, int64_t count, int mantissa, int64_t rows, float* logits);
 
     Activations activations(const Matrix& matrix, bool fine) const;
     void norm_and_quantize(Team& team, const float* x, int64_t count, const float* weight, const Activations& to,
@@ -75,9 +79,10 @@ class Session {
     const EngineKernels& kernels_;
     int64_t context_, capacity_, padded_dimension_;
     int64_t length_ = 0, position_ = 0; // positions filled; the first of those being run
+    bool drafting_ = false;
     int64_t bytes_ = 0;
     int64_t scratch_bytes_ = 0, score_count_ = 0, widest_ = 0;
-    Memory<float> x_, normed_, query_, key_, value_, attended_, gate_, up_, cosine_, sine_;
+    Memory<float> x_, normed_, query_, key_, value_, attended_, gate_, up_, cosine_, sine_, draft_logits_;
     std::vector<Memory<Half>> keys_, values_;
     Quantized quantized_;
     std::vector<Memory<uint8_t>> scratch_; // by worker: an unpacked tile

@@ -106,9 +106,11 @@ void quantize_activations(const float* x, int64_t length, int mantissa, const Ac
             }
             if constexpr (V::kWords) {
                 int16_t* const words = to.words + row * to.columns + start;
-                for (int i = 0; i < kBlockColumns; ++i) {
-                    // The middle two of four change places: 0 2 1 3.
-                    words[i ^ ((i ^ i >> 1) & 1 ? 3 : 0)] = static_cast<int16_t>(whole[i]);
+                for (int i = 0; i < kBlockColumns; i += kStepColumns) {
+                    words[i] = static_cast<int16_t>(whole[i]);
+                    words[i + 1] = static_cast<int16_t>(whole[i + 2]);
+                    words[i + 2] = static_cast<int16_t>(whole[i + 1]);
+                    words[i + 3] = static_cast<int16_t>(whole[i + 3]);
                 }
             }
         } else {
