@@ -1,5 +1,6 @@
 // The engine's C ABI: checks every setting and the size of every buffer.
 
+#include <atomic>
 #include <cmath>
 #include <memory>
 #include <new>
@@ -251,5 +252,24 @@ int32_t otaro_session_draft(otaro_session* session, int32_t token, int64_t posit
         const int error = check_widths(model, mantissa, mantissa_bytes);
         if (error != OTARO_OK) return error;
         return session->session.draft(token, position, mantissa, rows, margin, drafts, count, threads);
+    });
+}
+
+// ---- measuring ------------------------------------------------------------------------------------------------------
+
+int32_t otaro_read(const uint64_t* data, int64_t bytes, uint64_t* sum, int32_t threads) {
+    return guarded([&]() -> int {
+        if (data == nullptr || sum == nullptr || bytes < 0) return OTARO_ERROR_ARGUMENT;
+        if (threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
+        const int64_t words = bytes / static_cast<int64_t>(sizeof *data);
+        std::atomic<uint64_t> total{0};
+        auto body = [&](int64_t first, int64_t last) {
+            uint64_t part = 0;
+            for (int64_t i = first; i < last; ++i) part += data[i];
+            total += part;
+        };
+        parallel(threads, words, words / threads + 1, body);
+        *sum = total;
+        return OTARO_OK;
     });
 }

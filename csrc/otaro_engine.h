@@ -111,6 +111,11 @@ OTARO_API int32_t otaro_session_draft(otaro_session* session, int32_t token, int
                                       int64_t mantissa_bytes, int64_t rows, float margin, int32_t* drafts,
                                       int64_t drafts_bytes, int64_t* count, int32_t threads);
 
+/* ---- measuring -------------------------------------------------------------------------------------------------- */
+
+/* Reads a buffer once from end to end, each thread a part of its own; `*sum` becomes the sum of its words. */
+OTARO_API int32_t otaro_read(const uint64_t* data, int64_t bytes, uint64_t* sum, int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif

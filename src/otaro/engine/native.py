@@ -45,6 +45,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "otaro_session_destroy": (_DATA,),
     "otaro_session_bytes": (_DATA, _DATA),
     "otaro_session_draft": (_DATA, _INT, _LONG, _DATA, _LONG, _LONG, ctypes.c_float, _DATA, _LONG, _DATA, _INT),
+    "otaro_read": (_DATA, _LONG, _DATA, _INT),
     "otaro_session_run": (_DATA, _DATA, _LONG, _LONG, _LONG, _DATA, _LONG, _DATA, _LONG, _LONG, _INT),
 }
 
@@ -243,6 +244,13 @@ class Session:
             raise OtaroError(f"token {outside} is outside the vocabulary of {vocabulary}: use the model's tokenizer")
         if position > self.length:
             raise ValueError(f"position {position} leaves a gap: {self.length} tokens are held")
+
+
+def read(data: NDArray[numpy.uint64], threads: int) -> int:
+    """Read an array once from end to end, each thread a part of its own; the sum of its words."""
+    total = ctypes.c_uint64()
+    _check(_library().otaro_read(data.ctypes.data, data.nbytes, ctypes.byref(total), threads))
+    return total.value
 
 
 @functools.cache

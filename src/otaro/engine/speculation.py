@@ -1,8 +1,8 @@
 """Guesses at how a text goes on, for the wanted width to check several at a time.
 
 Two sources, the free one first. Text repeats itself: where its last few tokens have come before, what followed them
-then is the guess, and costs nothing. Else a narrow width drafts; it looks at the front of the vocabulary only, where the
-frequent tokens are, and stops where two tokens are close to each other.
+then is the guess, and costs nothing. Else a narrow width drafts; it looks at the front of the vocabulary only, where
+the frequent tokens are, and stops where two tokens are close to each other.
 
 A guess never decides anything: each token is picked from the wanted width's logits as ever, and a guess that is the
 token picked saves running it alone.
