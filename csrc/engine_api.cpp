@@ -49,7 +49,7 @@ class Workspace {
           fine_(allocate<int8_t>(fine ? batch * padded_columns(tiles) : 0)),
           words_(allocate<int16_t>(fine ? batch * padded_columns(tiles) : 0)),
           scale_(allocate<float>(batch * tiles.blocks)), offset_(allocate<float>(batch * tiles.blocks)) {
-        for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(unpacked_bytes(tiles)));
+        for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(product_scratch(tiles)));
         x_ = {coarse_.get(), fine ? fine_.get() : nullptr, words_.get(), scale_.get(),
               offset_.get(), padded_columns(tiles),        tiles.blocks};
     }

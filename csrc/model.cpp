@@ -12,7 +12,10 @@ constexpr int64_t kSmallWork = 16384;  // floats below which work outside produc
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-int64_t tile_grain(const Tiles& tiles) { return std::max<int64_t>(1, kRangeBytes / (tiles.blocks * kBaseBytes)); }
+// Even: prompts are multiplied with two tiles at a time.
+int64_t tile_grain(const Tiles& tiles) {
+    return round_up(std::max<int64_t>(1, kRangeBytes / (tiles.blocks * kBaseBytes)), 2);
+}
 
 // Rows of activations in a range, for work of `length` floats a row: all of them where that is little.
 int64_t row_grain(int64_t count, int64_t length) { return count * length < kSmallWork ? count : 1; }
@@ -104,7 +107,7 @@ Session::Session(const Model& model, int64_t context, const EngineKernels& kerne
     sine_ = room<float>(kMostTokens * half);
     const auto look_at = [&](const Matrix* matrix) {
         widest_ = std::max(widest_, padded_columns(matrix->tiles()));
-        scratch_bytes_ = std::max(scratch_bytes_, unpacked_bytes(matrix->tiles()));
+        scratch_bytes_ = std::max(scratch_bytes_, product_scratch(matrix->tiles()));
     };
     look_at(model.whole.matrices[OTARO_HEAD]);
     for (const Layer& layer : model.layers) {

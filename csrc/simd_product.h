@@ -7,12 +7,14 @@
 //     load_bytes, store_bytes
 //     take<shift, mask>(a)         (a >> shift) & mask of each byte, shift < 0 to the left
 //     put<shift, mask>(a, b)       b | (a >> shift) & mask
-//     dot(sum, codes, x)           sum + codes * the 4 activations at x, in each row
+//     four(p)                      the four bytes at p for each row
+//     dot(sum, codes, x)           sum + codes * four activations, in each row
 //     kWords            whether it has what follows:
 //     words_from(bits)             the fewest activations that are multiplied with words, by the bits of a code
 //     words<half>(code), words<half>(top, low)   each row's codes of columns 0 and 2 (half 0) or 1 and 3 (half 1) as
 //                                  words: the byte itself, or the byte and one bit below it
-//     dot_words(sum, words, x)     sum + words * the 2 activations of 16 bits at x, in each row
+//     dot_words(sum, words, x)     sum + words * two activations of 16 bits, in each row
+//     kTilesAtOnce      unpacked tiles multiplied side by side, so that an activation is loaded once for all of them
 //     powers(scale)     scale bytes of the rows as floats: +-2^(field - 127), 0 for field 0
 //
 // A code wider than kCodeBits is split: its top goes into one byte and the rest ("low") into another, multiplied apart.
@@ -26,8 +28,6 @@
 
 namespace otaro {
 namespace {
-
-constexpr int kTwoChains = 4; // activations up to which a step's words are summed in two chains
 
 template <int N, class Body> inline __attribute__((always_inline)) void repeat(const Body& body) {
     if constexpr (N > 0) {
@@ -114,6 +114,7 @@ template <class V, int kPlanes, bool kWords> class UnpackedSteps {
     using Packed = PackedSteps<V, kPlanes, kWords>;
 
   public:
+    UnpackedSteps() : next_(nullptr) {}
     UnpackedSteps(const uint8_t* scratch, int part) : next_(scratch + part * V::kBytes - kBlockBytes) {}
 
     inline __attribute__((always_inline)) void start_block() { next_ += kBlockBytes; }
@@ -143,12 +144,14 @@ template <class V, int kPlanes, bool kWords> class UnpackedSteps {
     const uint8_t* next_;
 };
 
-// The rows of one vector times kBatch rows of activations from `row` on.
-template <class V, int kPlanes, bool kFine, bool kWords, int kBatch, class Steps>
-void multiply_rows(const Product& product, Steps steps, int64_t tile, int part, int64_t row) {
+// The rows of one vector, in kTiles tiles from `tile` on, times kBatch rows of activations from `row` on.
+template <class V, int kPlanes, bool kFine, bool kWords, int kBatch, class Steps, size_t kTiles>
+void multiply_rows(const Product& product, Steps (&steps)[kTiles], int64_t tile, int part, int64_t row) {
     using I = typename V::I;
     using F = typename V::F;
     constexpr int kLow = kWords ? 0 : Split<V, kPlanes, kWords>::kLow;
+    constexpr int kParts = kWords || kLow > 0 ? 2 : 1;
+    constexpr bool kTwoChains = kWords && kBatch <= 4; // few sums would wait for each other
     constexpr int kRows = V::kBytes / kStepColumns;
     const Tiles& tiles = *product.weight;
     const Activations& x = *product.x;
@@ -157,63 +160,88 @@ void multiply_rows(const Product& product, Steps steps, int64_t tile, int part, 
     const int16_t* const words = kWords ? x.words + row * x.columns : nullptr;
     const float* const scale = x.scale + row * x.blocks;
     const float* const offset = x.offset + row * x.blocks;
-    const uint8_t* powers = tiles.scale + tile * tiles.groups * kTileRows + part * kRows;
-    F sum[kBatch], power = V::set1(0);
-    for (int b = 0; b < kBatch; ++b) sum[b] = V::set1(0);
+    const int64_t tile_groups = tiles.groups * kTileRows;
+    const uint8_t* powers = tiles.scale + tile * tile_groups + part * kRows;
+    F sum[kTiles][kBatch], power[kTiles];
+    for (size_t t = 0; t < kTiles; ++t) {
+        power[t] = V::set1(0);
+        for (int b = 0; b < kBatch; ++b) sum[t][b] = V::set1(0);
+    }
     int left = 0; // blocks of the group at hand
     for (int64_t block = 0; block < tiles.blocks; ++block) {
         if (left-- == 0) {
-            power = V::powers(powers);
+            for (size_t t = 0; t < kTiles; ++t) power[t] = V::powers(powers + static_cast<int64_t>(t) * tile_groups);
             powers += kTileRows;
             left = tiles.group_blocks - 1;
         }
-        steps.start_block();
+        for (size_t t = 0; t < kTiles; ++t) steps[t].start_block();
         // By part of the code (top, low) and of the activation (coarse, fine); of words, by half, the first only.
-        I sums[2][2][kBatch];
-        for (int b = 0; b < kBatch; ++b) sums[0][0][b] = sums[0][1][b] = sums[1][0][b] = sums[1][1][b] = V::set1i(0);
-        repeat<kSteps>([&](auto step) {
+        I sums[kTiles][2][2][kBatch];
+        for (size_t t = 0; t < kTiles; ++t) {
+            I(*const all)[2][kBatch] = sums[t];
+            for (int b = 0; b < kBatch; ++b) all[0][0][b] = all[0][1][b] = all[1][0][b] = all[1][1][b] = V::set1i(0);
+        }
+        repeat<kSteps>([&](auto step) __attribute__((always_inline)) {
             constexpr int kStep = decltype(step)::value;
             const int64_t place = block * kBlockColumns + kStep * kStepColumns;
-            steps.template parts<kStep>([&](typename V::B code, auto part) {
+            typename V::B codes[kTiles][kParts];
+            for (size_t t = 0; t < kTiles; ++t) {
+                steps[t].template parts<kStep>([&](typename V::B code, auto p) { codes[t][p.value] = code; });
+            }
+            repeat<kBatch>([&](auto number) __attribute__((always_inline)) {
+                constexpr int b = decltype(number)::value;
+                const int64_t at = b * x.columns + place;
                 if constexpr (kWords) {
-                    I* const sum = sums[kBatch > kTwoChains ? 0 : part.value][0];
-                    for (int b = 0; b < kBatch; ++b) {
-                        sum[b] = V::dot_words(sum[b], code, words + b * x.columns + place + 2 * part.value);
-                    }
+                    repeat<kParts>([&](auto p) __attribute__((always_inline)) {
+                        const typename V::B two = V::four(words + at + 2 * p.value);
+                        repeat<kTiles>([&](auto t) __attribute__((always_inline)) {
+                            I& to = sums[t.value][kTwoChains ? p.value : 0][0][b];
+                            to = V::dot_words(to, codes[t.value][p.value], two);
+                        });
+                    });
                 } else {
-                    I(*const sum)[kBatch] = sums[part.value];
-                    const auto dots = [&](I* to, const int8_t* from) {
-                        for (int b = 0; b < kBatch; ++b) to[b] = V::dot(to[b], code, from + b * x.columns + place);
+                    const auto dots = [&](auto which, const int8_t* from) __attribute__((always_inline)) {
+                        const typename V::B four = V::four(from + at);
+                        repeat<kTiles * kParts>([&](auto n) __attribute__((always_inline)) {
+                            constexpr int t = decltype(n)::value / kParts, p = decltype(n)::value % kParts;
+                            I& to = sums[t][p][which.value][b];
+                            to = V::dot(to, codes[t][p], four);
+                        });
                     };
-                    dots(sum[0], coarse);
-                    if constexpr (kFine) dots(sum[1], fine);
+                    dots(Number<0>(), coarse);
+                    if constexpr (kFine) dots(Number<1>(), fine);
                 }
             });
         });
         for (int b = 0; b < kBatch; ++b) {
-            I total = sums[0][0][b];
-            if constexpr (kWords && kBatch <= kTwoChains) total = V::addi(total, sums[1][0][b]);
-            if constexpr (kLow > 0) total = V::addi(V::template up<kLow>(total), sums[1][0][b]);
-            if constexpr (kFine && !kWords) {
-                I rest = sums[0][1][b];
-                if constexpr (kLow > 0) rest = V::addi(V::template up<kLow>(rest), sums[1][1][b]);
-                total = V::addi(V::template up<8>(total), rest);
+            const F block_scale = V::set1(scale[b * x.blocks + block]);
+            const F block_offset = V::set1(offset[b * x.blocks + block]);
+            for (size_t t = 0; t < kTiles; ++t) {
+                I total = sums[t][0][0][b];
+                if constexpr (kTwoChains) total = V::addi(total, sums[t][1][0][b]);
+                if constexpr (kLow > 0) total = V::addi(V::template up<kLow>(total), sums[t][1][0][b]);
+                if constexpr (kFine && !kWords) {
+                    I rest = sums[t][0][1][b];
+                    if constexpr (kLow > 0) rest = V::addi(V::template up<kLow>(rest), sums[t][1][1][b]);
+                    total = V::addi(V::template up<8>(total), rest);
+                }
+                const F value = V::fma(V::to_float(total), block_scale, block_offset);
+                sum[t][b] = V::fma(power[t], value, sum[t][b]);
             }
-            const F value =
-                V::fma(V::to_float(total), V::set1(scale[b * x.blocks + block]), V::set1(offset[b * x.blocks + block]));
-            sum[b] = V::fma(power, value, sum[b]);
         }
     }
-    const int64_t first = tile * kTileRows + part * kRows;
-    const int rows = static_cast<int>(tiles.rows - first < kRows ? tiles.rows - first : kRows);
-    for (int b = 0; b < kBatch; ++b) {
-        float* const y = product.y + (row + b) * product.y_stride + first;
-        float values[kRows];
-        V::store(values, sum[b]);
-        for (int r = 0; r < rows; ++r) {
-            float value = values[r];
-            if (product.bias != nullptr) value += product.bias[first + r];
-            y[r] = product.add ? y[r] + value : value;
+    for (size_t t = 0; t < kTiles; ++t) {
+        const int64_t first = (tile + static_cast<int64_t>(t)) * kTileRows + part * kRows;
+        const int rows = static_cast<int>(tiles.rows - first < kRows ? tiles.rows - first : kRows);
+        for (int b = 0; b < kBatch; ++b) {
+            float* const y = product.y + (row + b) * product.y_stride + first;
+            float values[kRows];
+            V::store(values, sum[t][b]);
+            for (int r = 0; r < rows; ++r) {
+                float value = values[r];
+                if (product.bias != nullptr) value += product.bias[first + r];
+                y[r] = product.add ? y[r] + value : value;
+            }
         }
     }
 }
@@ -224,52 +252,62 @@ template <class V, int kPlanes, bool kFine, int kBatch> constexpr bool uses_word
     return false;
 }
 
-// One tile with all rows of activations, as many at a time as registers allow, straight from the planes.
-template <class V, int kPlanes, bool kFine> void multiply_packed(const Product& product, int64_t tile) {
+// One tile with the rows of activations from `row` on, as many at a time as registers allow, straight from the planes.
+template <class V, int kPlanes, bool kFine> void multiply_packed(const Product& product, int64_t tile, int64_t row) {
     constexpr int kMost = kFine ? V::kFineBatch : V::kProductBatch;
+    const int64_t first = row;
     for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
         if (tile * kTileRows + part * (V::kBytes / kStepColumns) >= product.weight->rows) return;
-        int64_t row = 0;
-        const auto rows = [&](auto below) {
-            constexpr int kCount = kMost - decltype(below)::value;
-            constexpr bool kWords = uses_words<V, kPlanes, kFine, kCount>();
-            for (; row + kCount <= product.batch; row += kCount) {
-                const PackedSteps<V, kPlanes, kWords> steps(*product.weight, tile, part);
-                multiply_rows<V, kPlanes, kFine, kWords, kCount>(product, steps, tile, part, row);
+        row = first;
+        const auto rows = [&](auto count) {
+            constexpr int kCount = decltype(count)::value;
+            if constexpr (kCount <= kMost) {
+                constexpr bool kWords = uses_words<V, kPlanes, kFine, kCount>();
+                for (; row + kCount <= product.batch; row += kCount) {
+                    PackedSteps<V, kPlanes, kWords> steps[1] = {{*product.weight, tile, part}};
+                    multiply_rows<V, kPlanes, kFine, kWords, kCount>(product, steps, tile, part, row);
+                }
             }
         };
-        repeat<kMost>(rows);
+        rows(Number<8>());
+        rows(Number<6>());
+        rows(Number<4>());
+        rows(Number<3>());
+        rows(Number<2>());
+        rows(Number<1>());
     }
 }
 
-// The same for many rows: the tile is unpacked once.
+// kTilesAtOnce tiles with all rows of activations, unpacked once; the last few rows straight from the planes.
 template <class V, int kPlanes, bool kFine>
 void multiply_unpacked(const Product& product, int64_t tile, uint8_t* scratch) {
+    constexpr bool kWords = kFine && V::kWords;
     constexpr int kMost = kFine ? V::kFineBatch : V::kProductBatch;
-    constexpr bool kWords = uses_words<V, kPlanes, kFine, kMost>();
     using Steps = UnpackedSteps<V, kPlanes, kWords>;
-    Steps::unpack(*product.weight, tile, scratch);
+    const int64_t size = unpacked_bytes(*product.weight), whole = product.batch / kMost * kMost;
+    for (int t = 0; t < V::kTilesAtOnce; ++t) {
+        Steps::unpack(*product.weight, tile + t, scratch + t * size);
+        multiply_packed<V, kPlanes, kFine>(product, tile + t, whole);
+    }
     for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
         if (tile * kTileRows + part * (V::kBytes / kStepColumns) >= product.weight->rows) return;
-        int64_t row = 0;
-        for (; row + kMost <= product.batch; row += kMost) {
-            multiply_rows<V, kPlanes, kFine, kWords, kMost>(product, Steps(scratch, part), tile, part, row);
-        }
-        for (; row < product.batch; ++row) {
-            multiply_rows<V, kPlanes, kFine, kWords, 1>(product, Steps(scratch, part), tile, part, row);
+        for (int64_t row = 0; row < whole; row += kMost) {
+            Steps steps[V::kTilesAtOnce];
+            for (int t = 0; t < V::kTilesAtOnce; ++t) steps[t] = {scratch + t * size, part};
+            multiply_rows<V, kPlanes, kFine, kWords, kMost>(product, steps, tile, part, row);
         }
     }
 }
 
 template <class V, int kPlanes, bool kFine>
 void multiply_tiles(const Product& product, int64_t first, int64_t last, uint8_t* scratch) {
-    for (int64_t tile = first; tile < last; ++tile) {
-        if (product.batch < kUnpackFrom) {
-            multiply_packed<V, kPlanes, kFine>(product, tile);
-        } else {
+    int64_t tile = first;
+    if (product.batch >= kUnpackFrom) {
+        for (; tile + V::kTilesAtOnce <= last; tile += V::kTilesAtOnce) {
             multiply_unpacked<V, kPlanes, kFine>(product, tile, scratch);
         }
     }
+    for (; tile < last; ++tile) multiply_packed<V, kPlanes, kFine>(product, tile, 0);
 }
 
 template <class V> void multiply(const Product& product, int64_t first, int64_t last, uint8_t* scratch) {

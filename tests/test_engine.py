@@ -247,7 +247,7 @@ def test_guesses_continue_the_last_occurrence_and_grow_while_they_hold() -> None
     assert repetition.guess([1, 2, 3, 4, 5], 9) == []
     assert repetition.guess([1, 2, 3, 4, 5, 1, 2], 9) == [3, 4]
     repetition.learn(2, 2)
-    assert repetition.guess([1, 2, 3, 4, 5, 1, 2, 9, 1, 2], 9) == [9, 1, 2, 9]
+    assert repetition.guess([1, 2, 3, 4, 5, 1, 2, 9, 1, 2], 9) == [9, 1, 2, 9, 1]
     assert repetition.guess([1, 2, 3, 4, 5, 1, 2, 9, 1, 2, 3, 4], 3) == [5, 1, 2]  # the longest match decides
     repetition.learn(3, 0)
     assert len(repetition.guess([1, 2, 3, 4, 5, 1, 2, 9, 1, 2, 3, 4], 9)) == 2

@@ -117,6 +117,7 @@ def test_bench_measures_every_width_asked_for(
     assert machine["read_bytes_per_second"] > 1e6
     assert machine["processor"]
     assert machine["versions"]["numpy"]
+    assert [row["text"] for row in figures["speculation"]] == ["answers", "prose"]
     rows = figures["results"]
     assert [row["precision"] for row in rows] == ["E5M8", "E5M3"]
     assert rows[0]["weight_bytes"] > 1.7 * rows[1]["weight_bytes"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 MOST_GUESSES = 7
 """One token and these are eight, as many as one reading of the weights serves best."""
-MOST_DRAFTS = 4
+MOST_DRAFTS = 3
 MARGIN = 2.5
 """Drafting goes on while the likeliest token is this far ahead of the next, in logits."""
 VOCABULARY_PART = 3
@@ -65,4 +65,4 @@ class Repetition:
 
     def learn(self, guesses: int, right: int) -> None:
         """Take note of how many of the last guesses were right."""
-        self._length = min(2 * self._length, MOST_GUESSES) if right == guesses else max(FEWEST_REPEATED, right + 1)
+        self._length = min(2 * self._length + 1, MOST_GUESSES) if right == guesses else max(FEWEST_REPEATED, right + 1)
