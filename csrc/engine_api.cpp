@@ -1,5 +1,6 @@
 // The engine's C ABI: checks every setting and the size of every buffer.
 
+#include <atomic>
 #include <cmath>
 #include <memory>
 #include <new>
@@ -30,15 +31,26 @@ bool within(int64_t value, int64_t most) { return value > 0 && value <= most; }
 
 bool of_whole_matrix(int32_t role) { return role == OTARO_EMBEDDING || role == OTARO_HEAD; }
 
+// A width for the embedding, for each layer and for the head.
+int check_widths(const Model& model, const uint8_t* mantissa, int64_t bytes) {
+    const int64_t widths = static_cast<int64_t>(model.layers.size()) + 2;
+    if (bytes < widths) return OTARO_ERROR_BUFFER;
+    for (int64_t i = 0; i < widths; ++i) {
+        if (!valid_mantissa(mantissa[i])) return OTARO_ERROR_ARGUMENT;
+    }
+    return OTARO_OK;
+}
+
 // Room for a product outside a session.
 class Workspace {
   public:
     Workspace(const Tiles& tiles, int64_t batch, bool fine, int threads)
         : coarse_(allocate<int8_t>(batch * padded_columns(tiles))),
           fine_(allocate<int8_t>(fine ? batch * padded_columns(tiles) : 0)),
+          words_(allocate<int16_t>(fine ? batch * padded_columns(tiles) : 0)),
           scale_(allocate<float>(batch * tiles.blocks)), offset_(allocate<float>(batch * tiles.blocks)) {
-        for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(unpacked_bytes(tiles)));
-        x_ = {coarse_.get(), fine ? fine_.get() : nullptr, scale_.get(),
+        for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(product_scratch(tiles)));
+        x_ = {coarse_.get(), fine ? fine_.get() : nullptr, words_.get(), scale_.get(),
               offset_.get(), padded_columns(tiles),        tiles.blocks};
     }
     const Activations& x() const { return x_; }
@@ -46,6 +58,7 @@ class Workspace {
 
   private:
     Memory<int8_t> coarse_, fine_;
+    Memory<int16_t> words_;
     Memory<float> scale_, offset_;
     std::vector<Memory<uint8_t>> scratch_;
     Activations x_;
@@ -242,16 +255,47 @@ int32_t otaro_session_run(otaro_session* session, const int32_t* tokens, int64_t
         if (threads < 1 || threads > kMaxThreads || (logits == nullptr && logits_count > 0))
             return OTARO_ERROR_ARGUMENT;
         const Model& model = session->session.model();
-        const int64_t widths = static_cast<int64_t>(model.layers.size()) + 2;
-        if (tokens_bytes < count * static_cast<int64_t>(sizeof *tokens) || mantissa_bytes < widths) {
-            return OTARO_ERROR_BUFFER;
-        }
+        if (tokens_bytes < count * static_cast<int64_t>(sizeof *tokens)) return OTARO_ERROR_BUFFER;
         if (logits_bytes / static_cast<int64_t>(sizeof *logits) / model.vocabulary < logits_count) {
             return OTARO_ERROR_BUFFER;
         }
-        for (int64_t i = 0; i < widths; ++i) {
-            if (!valid_mantissa(mantissa[i])) return OTARO_ERROR_ARGUMENT;
-        }
+        const int error = check_widths(model, mantissa, mantissa_bytes);
+        if (error != OTARO_OK) return error;
         return session->session.run(tokens, count, position, mantissa, logits, logits_count, threads);
+    });
+}
+
+int32_t otaro_session_draft(otaro_session* session, int32_t token, int64_t position, const uint8_t* mantissa,
+                            int64_t mantissa_bytes, int64_t rows, float margin, int32_t* drafts, int64_t drafts_bytes,
+                            int64_t* count, int32_t threads) {
+    return guarded([&]() -> int {
+        if (session == nullptr || mantissa == nullptr || drafts == nullptr || count == nullptr)
+            return OTARO_ERROR_ARGUMENT;
+        const Model& model = session->session.model();
+        if (position < 0 || !within(*count, kMostRows) || !within(rows, model.vocabulary)) return OTARO_ERROR_ARGUMENT;
+        if (threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
+        if (drafts_bytes / static_cast<int64_t>(sizeof *drafts) < *count) return OTARO_ERROR_BUFFER;
+        const int error = check_widths(model, mantissa, mantissa_bytes);
+        if (error != OTARO_OK) return error;
+        return session->session.draft(token, position, mantissa, rows, margin, drafts, count, threads);
+    });
+}
+
+// ---- measuring ------------------------------------------------------------------------------------------------------
+
+int32_t otaro_read(const uint64_t* data, int64_t bytes, uint64_t* sum, int32_t threads) {
+    return guarded([&]() -> int {
+        if (data == nullptr || sum == nullptr || bytes < 0) return OTARO_ERROR_ARGUMENT;
+        if (threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
+        const int64_t words = bytes / static_cast<int64_t>(sizeof *data);
+        std::atomic<uint64_t> total{0};
+        auto body = [&](int64_t first, int64_t last) {
+            uint64_t part = 0;
+            for (int64_t i = first; i < last; ++i) part += data[i];
+            total += part;
+        };
+        parallel(threads, words, words / threads + 1, body);
+        *sum = total;
+        return OTARO_OK;
     });
 }

@@ -17,7 +17,9 @@ namespace {
 struct Avx2Dot : Avx2 {
     using Vectors = Avx2;
     using B = __m256i;
-    static constexpr int kBytes = 32, kCodeBits = 7, kProductBatch = 4, kFineBatch = 2;
+    static constexpr int kBytes = 32, kCodeBits = 7, kProductBatch = 4, kFineBatch = 4;
+    static constexpr int kTilesAtOnce = 2;
+    static constexpr bool kWords = true;
 
     static B load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static void store_bytes(uint8_t* p, B a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
@@ -35,12 +37,26 @@ struct Avx2Dot : Avx2 {
     template <int kShift, int kMask> static B put(B a, B b) { return _mm256_or_si256(b, take<kShift, kMask>(a)); }
     template <int kShift> static I up(I a) { return _mm256_slli_epi32(a, kShift); }
 
-    static I dot(I sum, B codes, const int8_t* x) {
-        int32_t four;
-        memcpy(&four, x, sizeof four);
-        const __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(four));
+    static B four(const void* p) {
+        int32_t bytes;
+        memcpy(&bytes, p, sizeof bytes);
+        return _mm256_set1_epi32(bytes);
+    }
+    static I dot(I sum, B codes, B x) {
+        const __m256i pairs = _mm256_maddubs_epi16(codes, x);
         return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
+
+    static constexpr int words_from(int) { return 1; }
+    template <int kHalf> static B words(B code) {
+        return kHalf == 0 ? _mm256_and_si256(code, _mm256_set1_epi16(0xff)) : _mm256_srli_epi16(code, 8);
+    }
+    template <int kHalf> static B words(B top, B low) {
+        const B doubled = _mm256_and_si256(shift<kHalf == 0 ? -1 : 7>(top), _mm256_set1_epi16(0x1fe));
+        return _mm256_or_si256(doubled, words<kHalf>(low));
+    }
+    static I dot_words(I sum, B words, B x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(words, x)); }
+
     static F powers(const uint8_t* scale) {
         const I bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale)));
         // The byte's own sign fills the upper bits: the float's sign is kept and five bits of exponent.

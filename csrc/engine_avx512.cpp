@@ -16,7 +16,9 @@ namespace {
 struct Avx512Dot : Avx512 {
     using Vectors = Avx512;
     using B = __m512i;
-    static constexpr int kBytes = 64, kCodeBits = 8, kProductBatch = 8, kFineBatch = 4;
+    static constexpr int kBytes = 64, kCodeBits = 8, kProductBatch = 8, kFineBatch = 8;
+    static constexpr int kTilesAtOnce = 2;
+    static constexpr bool kWords = true;
 
     static B load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static void store_bytes(uint8_t* p, B a) { _mm512_storeu_si512(p, a); }
@@ -37,11 +39,25 @@ struct Avx512Dot : Avx512 {
     }
     template <int kShift> static I up(I a) { return _mm512_slli_epi32(a, kShift); }
 
-    static I dot(I sum, B codes, const int8_t* x) {
-        int32_t four;
-        memcpy(&four, x, sizeof four);
-        return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(four));
+    static B four(const void* p) {
+        int32_t bytes;
+        memcpy(&bytes, p, sizeof bytes);
+        return _mm512_set1_epi32(bytes);
     }
+    static I dot(I sum, B codes, B x) { return _mm512_dpbusd_epi32(sum, codes, x); }
+
+    // Only a code of 9 bits, which would take four dot products, and only where there are enough to save.
+    static constexpr int words_from(int bits) { return bits > 8 ? 2 : 1 << 16; }
+    template <int kHalf> static B words(B code) {
+        return kHalf == 0 ? _mm512_and_si512(code, _mm512_set1_epi16(0xff)) : _mm512_srli_epi16(code, 8);
+    }
+    template <int kHalf> static B words(B top, B low) {
+        constexpr int kSelect = 0xca; // first ? second : third
+        return _mm512_ternarylogic_epi32(_mm512_set1_epi16(0x1fe), shift<kHalf == 0 ? -1 : 7>(top),
+                                         shift<kHalf == 0 ? 0 : 8>(low), kSelect);
+    }
+    static I dot_words(I sum, B words, B x) { return _mm512_dpwssd_epi32(sum, words, x); }
+
     static F powers(const uint8_t* scale) {
         const I bytes = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scale)));
         // The byte's own sign fills the upper bits: the float's sign is kept and five bits of exponent.

@@ -19,6 +19,7 @@ namespace otaro {
 struct Activations {
     int8_t* coarse;
     int8_t* fine;    // null: 8 bits are enough
+    int16_t* words;  // with `fine`: both bytes as one number; of each 4 columns first 0 and 2, then 1 and 3
     float* scale;    // one a block, the constant part of the step included
     float* offset;   // scale * bias * sum of x, one a block
     int64_t columns; // bytes from one row of activations to the next
@@ -40,8 +41,9 @@ struct Product {
 // it is (2^(field - 127)), so this is missing in it.
 static inline float step_constant(int mantissa) { return power_of_two(127 - kExponentOffset + 1 - mantissa); }
 
-// Room for one tile with a byte, or two, for each weight.
+// A tile with two bytes for each weight, and room for the tiles that are unpacked at a time.
 static inline int64_t unpacked_bytes(const Tiles& tiles) { return 2 * tiles.blocks * kSteps * kStepBytes; }
+static inline int64_t product_scratch(const Tiles& tiles) { return 2 * unpacked_bytes(tiles); }
 
 constexpr int64_t kUnpackFrom = 16; // rows of activations from which a tile is unpacked beforehand
 

@@ -18,6 +18,8 @@ struct NeonDot : Neon {
     using Vectors = Neon;
     using B = uint8x16_t;
     static constexpr int kBytes = 16, kCodeBits = 7, kProductBatch = 8, kFineBatch = 4;
+    static constexpr int kTilesAtOnce = 1;
+    static constexpr bool kWords = false; // they take four weights where a dot product takes sixteen
 
     static B load_bytes(const uint8_t* p) { return vld1q_u8(p); }
     static void store_bytes(uint8_t* p, B a) { vst1q_u8(p, a); }
@@ -32,10 +34,13 @@ struct NeonDot : Neon {
     template <int kShift, int kMask> static B put(B a, B b) { return vorrq_u8(b, take<kShift, kMask>(a)); }
     template <int kShift> static I up(I a) { return vshlq_n_s32(a, kShift); }
 
-    static I dot(I sum, B codes, const int8_t* x) {
-        int32_t four;
-        memcpy(&four, x, sizeof four);
-        const int8x16_t all = vreinterpretq_s8_s32(vdupq_n_s32(four)), signed_codes = vreinterpretq_s8_u8(codes);
+    static B four(const void* p) {
+        int32_t bytes;
+        memcpy(&bytes, p, sizeof bytes);
+        return vreinterpretq_u8_s32(vdupq_n_s32(bytes));
+    }
+    static I dot(I sum, B codes, B x) {
+        const int8x16_t all = vreinterpretq_s8_u8(x), signed_codes = vreinterpretq_s8_u8(codes);
 #    if defined(__ARM_FEATURE_DOTPROD)
         return vdotq_s32(sum, signed_codes, all);
 #    else
@@ -44,6 +49,7 @@ struct NeonDot : Neon {
         return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #    endif
     }
+
     static F powers(const uint8_t* scale) {
         int32_t bytes;
         memcpy(&bytes, scale, sizeof bytes);

@@ -12,14 +12,13 @@ constexpr int64_t kSmallWork = 16384;  // floats below which work outside produc
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-int64_t tile_grain(const Tiles& tiles) { return std::max<int64_t>(1, kRangeBytes / (tiles.blocks * kBaseBytes)); }
+// Even: prompts are multiplied with two tiles at a time.
+int64_t tile_grain(const Tiles& tiles) {
+    return round_up(std::max<int64_t>(1, kRangeBytes / (tiles.blocks * kBaseBytes)), 2);
+}
 
 // Rows of activations in a range, for work of `length` floats a row: all of them where that is little.
 int64_t row_grain(int64_t count, int64_t length) { return count * length < kSmallWork ? count : 1; }
-
-// Whether a product takes its activations in 16 bits. Next to weights of 8 or 9 bits, 8 would show. At narrower widths
-// they cost perplexity (0.5 % on SmolLM2) mostly through attention and the head, a small part of all products.
-bool fine(int role, int mantissa) { return mantissa >= 7 || role == OTARO_QUERY || role == OTARO_HEAD; }
 
 } // namespace
 
@@ -110,7 +109,7 @@ Session::Session(const Model& model, int64_t context, int cache_mantissa, const 
     sine_ = room<float>(kMostTokens * half);
     const auto look_at = [&](const Matrix* matrix) {
         widest_ = std::max(widest_, padded_columns(matrix->tiles()));
-        scratch_bytes_ = std::max(scratch_bytes_, unpacked_bytes(matrix->tiles()));
+        scratch_bytes_ = std::max(scratch_bytes_, product_scratch(matrix->tiles()));
     };
     look_at(model.whole.matrices[OTARO_HEAD]);
     for (const Layer& layer : model.layers) {
@@ -121,6 +120,7 @@ Session::Session(const Model& model, int64_t context, int cache_mantissa, const 
     }
     quantized_.coarse = room<int8_t>(kMostTokens * widest_);
     quantized_.fine = room<int8_t>(kMostTokens * widest_);
+    quantized_.words = room<int16_t>(kMostTokens * widest_);
     quantized_.scale = room<float>(kMostTokens * widest_ / kBlockColumns);
     quantized_.offset = room<float>(kMostTokens * widest_ / kBlockColumns);
     score_count_ = attention_scratch(cache_, capacity_, heads_per_key);
@@ -131,15 +131,22 @@ void Session::reserve_scratch(int threads) {
     while (static_cast<int>(scores_.size()) < threads) scores_.push_back(room<float>(score_count_));
 }
 
+// Whether a product takes its activations in 16 bits. Next to weights of 8 or 9 bits, 8 would show. At narrower widths
+// they cost perplexity (0.5 % on SmolLM2) mostly through attention and the head, a small part of all products. A draft is
+// checked anyway.
+bool Session::fine(int role, int mantissa) const {
+    return !drafting_ && (mantissa >= 7 || role == OTARO_QUERY || role == OTARO_HEAD);
+}
+
 Activations Session::activations(const Matrix& matrix, bool fine) const {
-    return {quantized_.coarse.get(), fine ? quantized_.fine.get() : nullptr, quantized_.scale.get(),
-            quantized_.offset.get(), padded_columns(matrix.tiles()),         matrix.tiles().blocks};
+    return {
+        quantized_.coarse.get(), fine ? quantized_.fine.get() : nullptr, quantized_.words.get(), quantized_.scale.get(),
+        quantized_.offset.get(), padded_columns(matrix.tiles()),         matrix.tiles().blocks};
 }
 
 // ---- running --------------------------------------------------------------------------------------------------------
 
-int Session::run(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa, float* logits,
-                 int64_t logits_count, int threads) {
+int Session::check(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa) const {
     const int64_t layers = static_cast<int64_t>(model_.layers.size());
     if (position > length_ || count > context_ - position) return OTARO_ERROR_INDEX;
     for (int64_t i = 0; i < count; ++i) {
@@ -153,6 +160,13 @@ int Session::run(const int32_t* tokens, int64_t count, int64_t position, const u
                 return OTARO_ERROR_PLANES;
         }
     }
+    return OTARO_OK;
+}
+
+int Session::run(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa, float* logits,
+                 int64_t logits_count, int threads) {
+    const int error = check(tokens, count, position, mantissa);
+    if (error != OTARO_OK) return error;
     reserve_scratch(threads);
     Team team(threads);
     for (int64_t done = 0; done < count; done += kMostTokens) {
@@ -164,9 +178,47 @@ int Session::run(const int32_t* tokens, int64_t count, int64_t position, const u
         const int64_t first = std::max(count - logits_count - done, int64_t{0});
         if (first < part) {
             float* const to = logits + (done + first - (count - logits_count)) * model_.vocabulary;
-            head(team, first, part - first, mantissa[layers + 1], to);
+            head(team, first, part - first, mantissa[model_.layers.size() + 1], model_.vocabulary, to);
         }
     }
+    return OTARO_OK;
+}
+
+// Likeliest tokens one after another, all with 8 bits of activations.
+int Session::draft(int32_t token, int64_t position, const uint8_t* mantissa, int64_t rows, float margin,
+                   int32_t* drafts, int64_t* count, int threads) {
+    const int64_t most = *count;
+    *count = 0;
+    const int error = check(&token, 1, position, mantissa);
+    if (error != OTARO_OK) return error;
+    if (most > context_ - position) return OTARO_ERROR_INDEX;
+    reserve_scratch(threads);
+    if (!draft_logits_) draft_logits_ = room<float>(model_.vocabulary);
+    const float* const logits = draft_logits_.get();
+    Team team(threads);
+    drafting_ = true;
+    while (*count < most) {
+        length_ = position_ = position + *count;
+        run_tokens(team, &token, 1, mantissa);
+        ++length_;
+        head(team, 0, 1, mantissa[model_.layers.size() + 1], rows, draft_logits_.get());
+        float first = -INFINITY, second = -INFINITY;
+        token = 0;
+        for (int64_t i = 0; i < rows; ++i) {
+            if (logits[i] > second) {
+                if (logits[i] > first) {
+                    second = first;
+                    first = logits[i];
+                    token = static_cast<int32_t>(i);
+                } else {
+                    second = logits[i];
+                }
+            }
+        }
+        drafts[(*count)++] = token;
+        if (!(first - second >= margin)) break;
+    }
+    drafting_ = false;
     return OTARO_OK;
 }
 
@@ -311,12 +363,16 @@ void Session::feed_forward(Team& team, const Layer& layer, int64_t count, int ma
                      true}});
 }
 
-void Session::head(Team& team, int64_t first, int64_t count, int mantissa, float* logits) {
+// The first `rows` logits of each token.
+void Session::head(Team& team, int64_t first, int64_t count, int mantissa, int64_t rows, float* logits) {
     const Matrix& matrix = *model_.whole.matrices[OTARO_HEAD];
+    Tiles tiles = matrix.tiles();
+    tiles.rows = rows;
+    tiles.tiles = (rows + kTileRows - 1) / kTileRows;
     const Activations x = activations(matrix, fine(OTARO_HEAD, mantissa));
     norm_and_quantize(team, x_.get() + first * model_.hidden, count, model_.whole.vector(OTARO_FINAL_NORM), x,
                       mantissa);
-    multiply(team, {{&matrix.tiles(), mantissa, &x, count, nullptr, logits, model_.vocabulary, false}});
+    multiply(team, {{&tiles, mantissa, &x, count, nullptr, logits, rows, false}});
 }
 
 } // namespace otaro

@@ -51,6 +51,8 @@ class Session {
 
     int run(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa, float* logits,
             int64_t logits_count, int threads);
+    int draft(int32_t token, int64_t position, const uint8_t* mantissa, int64_t rows, float margin, int32_t* drafts,
+              int64_t* count, int threads);
     int64_t bytes() const { return bytes_; }
     int64_t cache_bytes() const { return cache_bytes_; }
     const Model& model() const { return model_; }
@@ -58,13 +60,16 @@ class Session {
   private:
     struct Quantized { // room for kMostTokens rows of activations
         Memory<int8_t> coarse, fine;
+        Memory<int16_t> words;
         Memory<float> scale, offset;
     };
 
+    int check(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa) const;
+    bool fine(int role, int mantissa) const;
     void run_tokens(Team& team, const int32_t* tokens, int64_t count, const uint8_t* mantissa);
     void attention(Team& team, const Layer& layer, int64_t index, int64_t count, int mantissa);
     void feed_forward(Team& team, const Layer& layer, int64_t count, int mantissa);
-    void head(Team& team, int64_t first, int64_t count, int mantissa, float* logits);
+    void head(Team& team, int64_t first, int64_t count, int mantissa, int64_t rows, float* logits);
 
     Activations activations(const Matrix& matrix, bool fine) const;
     void norm_and_quantize(Team& team, const float* x, int64_t count, const float* weight, const Activations& to,
@@ -78,9 +83,10 @@ class Session {
     int64_t context_, capacity_;
     Cache cache_;
     int64_t length_ = 0, position_ = 0; // positions filled; the first of those being run
+    bool drafting_ = false;
     int64_t bytes_ = 0, cache_bytes_ = 0;
     int64_t scratch_bytes_ = 0, score_count_ = 0, widest_ = 0;
-    Memory<float> x_, normed_, query_, key_, value_, attended_, gate_, up_, cosine_, sine_;
+    Memory<float> x_, normed_, query_, key_, value_, attended_, gate_, up_, cosine_, sine_, draft_logits_;
     std::vector<Memory<uint8_t>> keys_, values_; // by layer
     Quantized quantized_;
     std::vector<Memory<uint8_t>> scratch_; // by worker: an unpacked tile

@@ -113,6 +113,19 @@ OTARO_API int32_t otaro_session_run(otaro_session* session, const int32_t* token
                                     int64_t position, const uint8_t* mantissa, int64_t mantissa_bytes, float* logits,
                                     int64_t logits_bytes, int64_t logits_count, int32_t threads);
 
+/* Guesses how a text goes on after `token` at `position`: the likeliest token again and again, each run in its turn, up to
+ * `*count` of them or until one is ahead of the next likeliest by less than `margin` (that one included). `*count` becomes
+ * their number. Only the first `rows` of the vocabulary are looked at, and activations have 8 bits. Keys and values of the
+ * guesses but the last are kept: run the text itself over them. Errors as for otaro_session_run. */
+OTARO_API int32_t otaro_session_draft(otaro_session* session, int32_t token, int64_t position, const uint8_t* mantissa,
+                                      int64_t mantissa_bytes, int64_t rows, float margin, int32_t* drafts,
+                                      int64_t drafts_bytes, int64_t* count, int32_t threads);
+
+/* ---- measuring -------------------------------------------------------------------------------------------------- */
+
+/* Reads a buffer once from end to end, each thread a part of its own; `*sum` becomes the sum of its words. */
+OTARO_API int32_t otaro_read(const uint64_t* data, int64_t bytes, uint64_t* sum, int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif

@@ -104,6 +104,15 @@ void quantize_activations(const float* x, int64_t length, int mantissa, const Ac
                 high[i] = static_cast<int8_t>(top);
                 low[i] = static_cast<int8_t>(whole[i] - top * 256);
             }
+            if constexpr (V::kWords) {
+                int16_t* const words = to.words + row * to.columns + start;
+                for (int i = 0; i < kBlockColumns; i += kStepColumns) {
+                    words[i] = static_cast<int16_t>(whole[i]);
+                    words[i + 1] = static_cast<int16_t>(whole[i + 2]);
+                    words[i + 2] = static_cast<int16_t>(whole[i + 1]);
+                    words[i + 3] = static_cast<int16_t>(whole[i + 3]);
+                }
+            }
         } else {
             for (int i = 0; i < kBlockColumns; ++i) high[i] = static_cast<int8_t>(whole[i]);
         }

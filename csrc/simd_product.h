@@ -7,12 +7,20 @@
 //     load_bytes, store_bytes
 //     take<shift, mask>(a)         (a >> shift) & mask of each byte, shift < 0 to the left
 //     put<shift, mask>(a, b)       b | (a >> shift) & mask
-//     dot(sum, codes, x)           sum + codes * the 4 activations at x, in each row
+//     four(p)                      the four bytes at p for each row
+//     dot(sum, codes, x)           sum + codes * four activations, in each row
+//     kWords            whether it has what follows:
+//     words_from(bits)             the fewest activations that are multiplied with words, by the bits of a code
+//     words<half>(code), words<half>(top, low)   each row's codes of columns 0 and 2 (half 0) or 1 and 3 (half 1) as
+//                                  words: the byte itself, or the byte and one bit below it
+//     dot_words(sum, words, x)     sum + words * two activations of 16 bits, in each row
+//     kTilesAtOnce      unpacked tiles multiplied side by side, so that an activation is loaded once for all of them
 //     powers(scale)     scale bytes of the rows as floats: +-2^(field - 127), 0 for field 0
 //
 // A code wider than kCodeBits is split: its top goes into one byte and the rest ("low") into another, multiplied apart.
 // A step costs two instructions a bit plane (shift, merge), one or two for the base, and one dot product for every
-// activation and part of the code.
+// activation and part of the code. With activations of 16 bits (two parts) codes may instead become words of 16 bits: a
+// few instructions a step more, but then only two dot products for each activation, whatever the code.
 #pragma once
 
 #include "engine_kernels.h"
@@ -29,16 +37,19 @@ template <int N, class Body> inline __attribute__((always_inline)) void repeat(c
 }
 
 // How a code of 4 + kPlanes bits is split over bytes.
-template <class V, int kPlanes> struct Split {
-    static constexpr int kTopPlanes = kPlanes + 4 <= V::kCodeBits ? kPlanes : V::kCodeBits - 4;
+template <class V, int kPlanes, bool kWords> struct Split {
+    static constexpr int kCodeBits = kWords ? 8 : V::kCodeBits;
+    static constexpr int kTopPlanes = kPlanes + 4 <= kCodeBits ? kPlanes : kCodeBits - 4;
     static constexpr int kLow = kPlanes - kTopPlanes; // bits in the second byte
 };
 
-// Steps of a tile as they are stored.
-template <class V, int kPlanes> class PackedSteps {
-    using Parts = Split<V, kPlanes>;
+// Steps of a tile as they are stored. A step comes in kParts vectors: the top, then the low, or the words of its halves.
+template <class V, int kPlanes, bool kWords> class PackedSteps {
+    using Parts = Split<V, kPlanes, kWords>;
 
   public:
+    static constexpr int kParts = kWords || Parts::kLow > 0 ? 2 : 1;
+
     PackedSteps(const Tiles& tiles, int64_t tile, int part) {
         const int64_t block = tile * tiles.blocks;
         base_ = tiles.base + block * kBaseBytes + part * V::kBytes;
@@ -58,6 +69,23 @@ template <class V, int kPlanes> class PackedSteps {
         }
     }
 
+    // Calls use(part, number of the part) for each.
+    template <int kStep, class Use> inline __attribute__((always_inline)) void parts(const Use& use) const {
+        if constexpr (!kWords) {
+            use(top<kStep>(), Number<0>());
+            if constexpr (Parts::kLow > 0) use(low<kStep>(), Number<1>());
+        } else if constexpr (Parts::kLow == 0) {
+            const typename V::B code = top<kStep>();
+            use(V::template words<0>(code), Number<0>());
+            use(V::template words<1>(code), Number<1>());
+        } else {
+            const typename V::B code = top<kStep>(), bit = low<kStep>();
+            use(V::template words<0>(code, bit), Number<0>());
+            use(V::template words<1>(code, bit), Number<1>());
+        }
+    }
+
+  private:
     template <int kStep> inline __attribute__((always_inline)) typename V::B top() const {
         constexpr int kUp = Parts::kTopPlanes;
         typename V::B code = V::template take<kStep / 4 * 4 - kUp, 15 << kUp>(vectors_[kStep % 4]);
@@ -75,40 +103,35 @@ template <class V, int kPlanes> class PackedSteps {
         return code;
     }
 
-  private:
     static constexpr int kAhead = 32; // blocks of base, into the second-level cache
     const uint8_t* base_;
     const uint8_t* bits_[kPlanes + 1];
     typename V::B vectors_[4], planes_[kPlanes + 1];
 };
 
-// Steps of a tile unpacked beforehand: 64 bytes of tops, then, where there are any, 64 bytes of lows.
-template <class V, int kPlanes> class UnpackedSteps {
-    static constexpr int kLow = Split<V, kPlanes>::kLow != 0;
+// Steps of a tile unpacked beforehand: 64 bytes for each part of each step.
+template <class V, int kPlanes, bool kWords> class UnpackedSteps {
+    using Packed = PackedSteps<V, kPlanes, kWords>;
 
   public:
+    UnpackedSteps() : next_(nullptr) {}
     UnpackedSteps(const uint8_t* scratch, int part) : next_(scratch + part * V::kBytes - kBlockBytes) {}
 
     inline __attribute__((always_inline)) void start_block() { next_ += kBlockBytes; }
-    template <int kStep> inline __attribute__((always_inline)) typename V::B top() const {
-        return V::load_bytes(next_ + kStep * (1 + kLow) * kStepBytes);
-    }
-    template <int kStep> inline __attribute__((always_inline)) typename V::B low() const {
-        return V::load_bytes(next_ + (kStep * 2 + 1) * kStepBytes);
+    template <int kStep, class Use> inline __attribute__((always_inline)) void parts(const Use& use) const {
+        repeat<Packed::kParts>([&](auto p) { use(V::load_bytes(next_ + place(kStep, p.value)), p); });
     }
 
     static void unpack(const Tiles& tiles, int64_t tile, uint8_t* scratch) {
         for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
-            PackedSteps<V, kPlanes> steps(tiles, tile, part);
+            Packed steps(tiles, tile, part);
             uint8_t* to = scratch + part * V::kBytes;
             for (int64_t block = 0; block < tiles.blocks; ++block) {
                 steps.start_block();
                 repeat<kSteps>([&](auto step) {
                     constexpr int kStep = decltype(step)::value;
-                    V::store_bytes(to + kStep * (1 + kLow) * kStepBytes, steps.template top<kStep>());
-                    if constexpr (kLow) {
-                        V::store_bytes(to + (kStep * 2 + 1) * kStepBytes, steps.template low<kStep>());
-                    }
+                    steps.template parts<kStep>(
+                        [&](typename V::B code, auto p) { V::store_bytes(to + place(kStep, p.value), code); });
                 });
                 to += kBlockBytes;
             }
@@ -116,112 +139,175 @@ template <class V, int kPlanes> class UnpackedSteps {
     }
 
   private:
-    static constexpr int kBlockBytes = kSteps * (1 + kLow) * kStepBytes;
+    static constexpr int place(int step, int part) { return (step * Packed::kParts + part) * kStepBytes; }
+    static constexpr int kBlockBytes = kSteps * Packed::kParts * kStepBytes;
     const uint8_t* next_;
 };
 
-// The rows of one vector times kBatch rows of activations from `row` on.
-template <class V, int kPlanes, bool kFine, int kBatch, class Steps>
-void multiply_rows(const Product& product, Steps steps, int64_t tile, int part, int64_t row) {
+// The rows of one vector, in kTiles tiles from `tile` on, times kBatch rows of activations from `row` on.
+template <class V, int kPlanes, bool kFine, bool kWords, int kBatch, class Steps, size_t kTiles>
+void multiply_rows(const Product& product, Steps (&steps)[kTiles], int64_t tile, int part, int64_t row) {
     using I = typename V::I;
     using F = typename V::F;
-    constexpr int kLow = Split<V, kPlanes>::kLow;
+    constexpr int kLow = kWords ? 0 : Split<V, kPlanes, kWords>::kLow;
+    constexpr int kParts = kWords || kLow > 0 ? 2 : 1;
+    constexpr bool kTwoChains = kWords && kBatch <= 4; // few sums would wait for each other
     constexpr int kRows = V::kBytes / kStepColumns;
     const Tiles& tiles = *product.weight;
     const Activations& x = *product.x;
     const int8_t* const coarse = x.coarse + row * x.columns;
     const int8_t* const fine = kFine ? x.fine + row * x.columns : nullptr;
+    const int16_t* const words = kWords ? x.words + row * x.columns : nullptr;
     const float* const scale = x.scale + row * x.blocks;
     const float* const offset = x.offset + row * x.blocks;
-    const uint8_t* powers = tiles.scale + tile * tiles.groups * kTileRows + part * kRows;
-    F sum[kBatch], power = V::set1(0);
-    for (int b = 0; b < kBatch; ++b) sum[b] = V::set1(0);
+    const int64_t tile_groups = tiles.groups * kTileRows;
+    const uint8_t* powers = tiles.scale + tile * tile_groups + part * kRows;
+    F sum[kTiles][kBatch], power[kTiles];
+    for (size_t t = 0; t < kTiles; ++t) {
+        power[t] = V::set1(0);
+        for (int b = 0; b < kBatch; ++b) sum[t][b] = V::set1(0);
+    }
     int left = 0; // blocks of the group at hand
     for (int64_t block = 0; block < tiles.blocks; ++block) {
         if (left-- == 0) {
-            power = V::powers(powers);
+            for (size_t t = 0; t < kTiles; ++t) power[t] = V::powers(powers + static_cast<int64_t>(t) * tile_groups);
             powers += kTileRows;
             left = tiles.group_blocks - 1;
         }
-        steps.start_block();
-        // By part of the code (top, low) and of the activation (coarse, fine).
-        I sums[2][2][kBatch];
-        for (int b = 0; b < kBatch; ++b) sums[0][0][b] = sums[0][1][b] = sums[1][0][b] = sums[1][1][b] = V::set1i(0);
-        repeat<kSteps>([&](auto step) {
+        for (size_t t = 0; t < kTiles; ++t) steps[t].start_block();
+        // By part of the code (top, low) and of the activation (coarse, fine); of words, by half, the first only.
+        I sums[kTiles][2][2][kBatch];
+        for (size_t t = 0; t < kTiles; ++t) {
+            I(*const all)[2][kBatch] = sums[t];
+            for (int b = 0; b < kBatch; ++b) all[0][0][b] = all[0][1][b] = all[1][0][b] = all[1][1][b] = V::set1i(0);
+        }
+        repeat<kSteps>([&](auto step) __attribute__((always_inline)) {
             constexpr int kStep = decltype(step)::value;
             const int64_t place = block * kBlockColumns + kStep * kStepColumns;
-            const auto dots = [&](typename V::B code, auto part) {
-                I(*const sum)[kBatch] = sums[part.value];
-                for (int b = 0; b < kBatch; ++b) sum[0][b] = V::dot(sum[0][b], code, coarse + b * x.columns + place);
-                if constexpr (kFine) {
-                    for (int b = 0; b < kBatch; ++b) sum[1][b] = V::dot(sum[1][b], code, fine + b * x.columns + place);
+            typename V::B codes[kTiles][kParts];
+            for (size_t t = 0; t < kTiles; ++t) {
+                steps[t].template parts<kStep>([&](typename V::B code, auto p) { codes[t][p.value] = code; });
+            }
+            repeat<kBatch>([&](auto number) __attribute__((always_inline)) {
+                constexpr int b = decltype(number)::value;
+                const int64_t at = b * x.columns + place;
+                if constexpr (kWords) {
+                    repeat<kParts>([&](auto p) __attribute__((always_inline)) {
+                        const typename V::B two = V::four(words + at + 2 * p.value);
+                        repeat<kTiles>([&](auto t) __attribute__((always_inline)) {
+                            I& to = sums[t.value][kTwoChains ? p.value : 0][0][b];
+                            to = V::dot_words(to, codes[t.value][p.value], two);
+                        });
+                    });
+                } else {
+                    const auto dots = [&](auto which, const int8_t* from) __attribute__((always_inline)) {
+                        const typename V::B four = V::four(from + at);
+                        repeat<kTiles * kParts>([&](auto n) __attribute__((always_inline)) {
+                            constexpr int t = decltype(n)::value / kParts, p = decltype(n)::value % kParts;
+                            I& to = sums[t][p][which.value][b];
+                            to = V::dot(to, codes[t][p], four);
+                        });
+                    };
+                    dots(Number<0>(), coarse);
+                    if constexpr (kFine) dots(Number<1>(), fine);
                 }
-            };
-            dots(steps.template top<kStep>(), Number<0>());
-            if constexpr (kLow > 0) dots(steps.template low<kStep>(), Number<1>());
+            });
         });
         for (int b = 0; b < kBatch; ++b) {
-            I total = sums[0][0][b];
-            if constexpr (kLow > 0) total = V::addi(V::template up<kLow>(total), sums[1][0][b]);
-            if constexpr (kFine) {
-                I rest = sums[0][1][b];
-                if constexpr (kLow > 0) rest = V::addi(V::template up<kLow>(rest), sums[1][1][b]);
-                total = V::addi(V::template up<8>(total), rest);
+            const F block_scale = V::set1(scale[b * x.blocks + block]);
+            const F block_offset = V::set1(offset[b * x.blocks + block]);
+            for (size_t t = 0; t < kTiles; ++t) {
+                I total = sums[t][0][0][b];
+                if constexpr (kTwoChains) total = V::addi(total, sums[t][1][0][b]);
+                if constexpr (kLow > 0) total = V::addi(V::template up<kLow>(total), sums[t][1][0][b]);
+                if constexpr (kFine && !kWords) {
+                    I rest = sums[t][0][1][b];
+                    if constexpr (kLow > 0) rest = V::addi(V::template up<kLow>(rest), sums[t][1][1][b]);
+                    total = V::addi(V::template up<8>(total), rest);
+                }
+                const F value = V::fma(V::to_float(total), block_scale, block_offset);
+                sum[t][b] = V::fma(power[t], value, sum[t][b]);
             }
-            const F value =
-                V::fma(V::to_float(total), V::set1(scale[b * x.blocks + block]), V::set1(offset[b * x.blocks + block]));
-            sum[b] = V::fma(power, value, sum[b]);
         }
     }
-    const int64_t first = tile * kTileRows + part * kRows;
-    const int rows = static_cast<int>(tiles.rows - first < kRows ? tiles.rows - first : kRows);
-    for (int b = 0; b < kBatch; ++b) {
-        float* const y = product.y + (row + b) * product.y_stride + first;
-        float values[kRows];
-        V::store(values, sum[b]);
-        for (int r = 0; r < rows; ++r) {
-            float value = values[r];
-            if (product.bias != nullptr) value += product.bias[first + r];
-            y[r] = product.add ? y[r] + value : value;
+    for (size_t t = 0; t < kTiles; ++t) {
+        const int64_t first = (tile + static_cast<int64_t>(t)) * kTileRows + part * kRows;
+        const int rows = static_cast<int>(tiles.rows - first < kRows ? tiles.rows - first : kRows);
+        for (int b = 0; b < kBatch; ++b) {
+            float* const y = product.y + (row + b) * product.y_stride + first;
+            float values[kRows];
+            V::store(values, sum[t][b]);
+            for (int r = 0; r < rows; ++r) {
+                float value = values[r];
+                if (product.bias != nullptr) value += product.bias[first + r];
+                y[r] = product.add ? y[r] + value : value;
+            }
         }
     }
 }
 
-// One tile with all rows of activations, as many at a time as registers allow; make(part) gives its steps.
-template <class V, int kPlanes, bool kFine, class Make>
-void multiply_tile(const Product& product, const Make& make, int64_t tile) {
+// Whether kBatch activations of 16 bits are multiplied with words.
+template <class V, int kPlanes, bool kFine, int kBatch> constexpr bool uses_words() {
+    if constexpr (kFine && V::kWords) return kBatch >= V::words_from(4 + kPlanes);
+    return false;
+}
+
+// One tile with the rows of activations from `row` on, as many at a time as registers allow, straight from the planes.
+template <class V, int kPlanes, bool kFine> void multiply_packed(const Product& product, int64_t tile, int64_t row) {
     constexpr int kMost = kFine ? V::kFineBatch : V::kProductBatch;
+    const int64_t first = row;
     for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
         if (tile * kTileRows + part * (V::kBytes / kStepColumns) >= product.weight->rows) return;
-        int64_t row = 0;
+        row = first;
         const auto rows = [&](auto count) {
             constexpr int kCount = decltype(count)::value;
             if constexpr (kCount <= kMost) {
+                constexpr bool kWords = uses_words<V, kPlanes, kFine, kCount>();
                 for (; row + kCount <= product.batch; row += kCount) {
-                    multiply_rows<V, kPlanes, kFine, kCount>(product, make(part), tile, part, row);
+                    PackedSteps<V, kPlanes, kWords> steps[1] = {{*product.weight, tile, part}};
+                    multiply_rows<V, kPlanes, kFine, kWords, kCount>(product, steps, tile, part, row);
                 }
             }
         };
         rows(Number<8>());
+        rows(Number<6>());
         rows(Number<4>());
+        rows(Number<3>());
         rows(Number<2>());
         rows(Number<1>());
     }
 }
 
+// kTilesAtOnce tiles with all rows of activations, unpacked once; the last few rows straight from the planes.
 template <class V, int kPlanes, bool kFine>
-void multiply_tiles(const Product& product, int64_t first, int64_t last, uint8_t* scratch) {
-    using Packed = PackedSteps<V, kPlanes>;
-    using Unpacked = UnpackedSteps<V, kPlanes>;
-    for (int64_t tile = first; tile < last; ++tile) {
-        if (product.batch < kUnpackFrom) {
-            multiply_tile<V, kPlanes, kFine>(
-                product, [&](int part) { return Packed(*product.weight, tile, part); }, tile);
-        } else {
-            Unpacked::unpack(*product.weight, tile, scratch);
-            multiply_tile<V, kPlanes, kFine>(product, [&](int part) { return Unpacked(scratch, part); }, tile);
+void multiply_unpacked(const Product& product, int64_t tile, uint8_t* scratch) {
+    constexpr bool kWords = kFine && V::kWords;
+    constexpr int kMost = kFine ? V::kFineBatch : V::kProductBatch;
+    using Steps = UnpackedSteps<V, kPlanes, kWords>;
+    const int64_t size = unpacked_bytes(*product.weight), whole = product.batch / kMost * kMost;
+    for (int t = 0; t < V::kTilesAtOnce; ++t) {
+        Steps::unpack(*product.weight, tile + t, scratch + t * size);
+        multiply_packed<V, kPlanes, kFine>(product, tile + t, whole);
+    }
+    for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
+        if (tile * kTileRows + part * (V::kBytes / kStepColumns) >= product.weight->rows) return;
+        for (int64_t row = 0; row < whole; row += kMost) {
+            Steps steps[V::kTilesAtOnce];
+            for (int t = 0; t < V::kTilesAtOnce; ++t) steps[t] = {scratch + t * size, part};
+            multiply_rows<V, kPlanes, kFine, kWords, kMost>(product, steps, tile, part, row);
         }
     }
+}
+
+template <class V, int kPlanes, bool kFine>
+void multiply_tiles(const Product& product, int64_t first, int64_t last, uint8_t* scratch) {
+    int64_t tile = first;
+    if (product.batch >= kUnpackFrom) {
+        for (; tile + V::kTilesAtOnce <= last; tile += V::kTilesAtOnce) {
+            multiply_unpacked<V, kPlanes, kFine>(product, tile, scratch);
+        }
+    }
+    for (; tile < last; ++tile) multiply_packed<V, kPlanes, kFine>(product, tile, 0);
 }
 
 template <class V> void multiply(const Product& product, int64_t first, int64_t last, uint8_t* scratch) {

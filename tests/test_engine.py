@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import shutil
@@ -23,6 +24,7 @@ from otaro.engine.architecture import UnsupportedError
 from otaro.engine.engine import Engine, widest_that_fits
 from otaro.engine.native import Matrix, Session
 from otaro.engine.sampling import Sampler, Sampling
+from otaro.engine.speculation import Repetition
 from otaro.engine.text import TextStream, generate
 from otaro.errors import OtaroError, PrecisionError
 from otaro.ops import cpu
@@ -65,7 +67,7 @@ def test_products_are_the_same_on_every_instruction_set_and_close(
     planes, _ = ops.pack(weight, format)
     matrix = Matrix(planes, weight.shape, format, threads=2)
     values = ops.dequantize(planes, columns, precision, format, torch.float32)
-    for batch in (1, 3, 8, 21):
+    for batch in (*range(1, 9), 21):
         x = torch.randn(batch, columns, generator=random)
         expected = x.double() @ values.double().T
         results = [
@@ -218,23 +220,54 @@ def test_phases_and_layers_have_widths_of_their_own(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("draft", ["E5M3", "E5M7"])
-def test_speculation_gives_exactly_the_greedy_text(engine: Engine, draft: str) -> None:
-    assert run(engine, draft=draft) == run(engine)
-    penalty = Sampling(repetition_penalty=1.3)
-    assert run(engine, draft=draft, sampling=penalty) == run(engine, sampling=penalty)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(repetition_penalty=1.3), Sampling(0.8, top_p=0.9, seed=3), Sampling(3.0, seed=4)],
+    ids=["greedy", "penalty", "drawn", "drawn freely"],
+)
+def test_speculation_gives_exactly_the_same_text(engine: Engine, draft: str, sampling: Sampling) -> None:
+    assert run(engine, draft=draft, sampling=sampling) == run(engine, sampling=sampling)
+    for limit in range(1, 6):
+        engine.precision = Precision.E5M8
+        few = {"max_new_tokens": limit, "sampling": sampling}
+        assert list(engine.tokens(PROMPT, draft=draft, **few)) == list(engine.tokens(PROMPT, **few))
 
 
-def test_speculation_keeps_the_distribution(engine: Engine) -> None:
-    engine.precision = Precision.E5M8
-    counts = {}
-    for draft in (None, "E5M3"):
-        tokens = [
-            list(engine.tokens(PROMPT, max_new_tokens=3, sampling=Sampling(2.0, top_k=4, seed=seed), draft=draft))[1]
-            for seed in range(400)
-        ]
-        counts[draft] = numpy.bincount(tokens, minlength=architectures.VOCABULARY) / len(tokens)
-    # Half the sum of absolute differences; of two samples of 400 over a dozen tokens about 0.06 by chance.
-    assert numpy.abs(counts[None] - counts["E5M3"]).sum() / 2 < 0.15
+def test_text_that_repeats_itself_is_guessed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    cycle = [4, 8, 15, 16, 23]
+    monkeypatch.setattr(Sampler, "pick", lambda self, logits, history: cycle[len(history) % len(cycle)])
+    text = run(engine, draft="E5M3")
+    assert text == [cycle[(len(PROMPT) + number) % len(cycle)] for number in range(24)]
+    counts = engine.speculation
+    assert counts.repeated_right == counts.repeated > 8
+    assert 22 <= counts.checks + counts.repeated_right + counts.drafted_right <= 23  # the last one may be run alone
+
+
+def test_guesses_continue_the_last_occurrence_and_grow_while_they_hold() -> None:
+    repetition = Repetition()
+    assert repetition.guess([1, 2, 3, 4, 5], 9) == []
+    assert repetition.guess([1, 2, 3, 4, 5, 1, 2], 9) == [3, 4]
+    repetition.learn(2, 2)
+    assert repetition.guess([1, 2, 3, 4, 5, 1, 2, 9, 1, 2], 9) == [9, 1, 2, 9, 1]
+    assert repetition.guess([1, 2, 3, 4, 5, 1, 2, 9, 1, 2, 3, 4], 3) == [5, 1, 2]  # the longest match decides
+    repetition.learn(3, 0)
+    assert len(repetition.guess([1, 2, 3, 4, 5, 1, 2, 9, 1, 2, 3, 4], 9)) == 2
+
+
+def test_drafts_are_what_the_width_would_say_and_stop_when_unsure(engine: Engine) -> None:
+    session = Session(engine.weights.model, 64)
+    widths = engine.weights.widths(Precision.E5M8)
+    session.run(PROMPT[:-1], 0, widths, threads=1)
+    settings: dict[str, Any] = {"rows": architectures.VOCABULARY, "threads": 2}
+    drafts = session.draft(PROMPT[-1], len(PROMPT) - 1, widths, most=6, margin=0.0, **settings)
+    assert len(drafts) == 6
+    assert drafts[0] == run(engine)[0]
+    assert session.draft(PROMPT[-1], len(PROMPT) - 1, widths, most=6, margin=1e9, **settings) == drafts[:1]
+    few = session.draft(PROMPT[-1], len(PROMPT) - 1, widths, most=6, margin=0.0, rows=5, threads=1)
+    assert max(few) < 5
+    for position, most, message in ((0, 65, "do not fit"), (60, 1, "gap")):
+        with pytest.raises((OtaroError, ValueError), match=message):
+            session.draft(3, position, widths, most=most, margin=0.0, **settings)
 
 
 def test_a_shared_prompt_is_not_run_again_and_nothing_changes(engine: Engine) -> None:
@@ -459,6 +492,40 @@ def test_the_library_checks_sizes_before_it_touches_memory(engine: Engine) -> No
     ):
         assert library.otaro_session_run(*{**good, name: value}.values()) == error, (name, value)
     assert library.otaro_session_run(*good.values()) == 0
+    drafts, count = (ctypes.c_int32 * 3)(), ctypes.c_int64(3)
+    good = {
+        "session": session.handle,
+        "token": 1,
+        "position": 3,
+        "widths": widths,
+        "widths_bytes": len(widths),
+        "rows": architectures.VOCABULARY,
+        "margin": 0.0,
+        "drafts": drafts,
+        "drafts_bytes": ctypes.sizeof(drafts),
+        "count": ctypes.byref(count),
+        "threads": 2,
+    }
+    for name, value, error in (
+        ("session", None, argument),
+        ("token", -1, index),
+        ("token", architectures.VOCABULARY, index),
+        ("position", -1, argument),
+        ("position", 4, index),
+        ("widths_bytes", 3, buffer),
+        ("rows", 0, argument),
+        ("rows", architectures.VOCABULARY + 1, argument),
+        ("drafts", None, argument),
+        ("drafts_bytes", 11, buffer),
+        ("count", None, argument),
+        ("count", ctypes.byref(ctypes.c_int64(0)), argument),
+        ("threads", 0, argument),
+    ):
+        count.value = 3
+        assert library.otaro_session_draft(*{**good, name: value}.values()) == error, (name, value)
+    count.value = 3
+    assert library.otaro_session_draft(*good.values()) == 0
+    assert count.value == 3
 
 
 def test_matrices_must_fit_their_place(engine: Engine) -> None:

@@ -112,11 +112,20 @@ def test_bench_measures_every_width_asked_for(
     out = tmp_path / "figures.json"
     folder = str(packed_llama)
     assert main(["bench", folder, "--precisions", "E5M8,E5M3", *arguments, "--json", str(out)]) == 0
-    rows = json.loads(out.read_text())["results"]
+    figures = json.loads(out.read_text())
+    machine = figures["machine"]
+    assert machine["threads"] == 1
+    assert machine["read_bytes_per_second"] > 1e6
+    assert machine["processor"]
+    assert machine["versions"]["numpy"]
+    assert [row["text"] for row in figures["speculation"]] == ["answers", "prose"]
+    rows = figures["results"]
     assert [row["precision"] for row in rows] == ["E5M8", "E5M3"]
     assert rows[0]["weight_bytes"] > 1.7 * rows[1]["weight_bytes"]
     for row in rows:
         assert min(row["speed"].values()) > 0
+        read = row["read_bytes_per_token"] * row["speed"]["decode"]
+        assert row["bandwidth_share"] == pytest.approx(read / machine["read_bytes_per_second"])
         assert row["peer"] is None
     assert "decode" in capsys.readouterr().out
     coded = tmp_path / "coded.json"

@@ -14,7 +14,8 @@ from otaro.errors import OtaroError
 from otaro.precision import parse_precisions
 
 if TYPE_CHECKING:
-    from otaro.bench.measure import Row
+    from otaro.bench.measure import Figures, Row
+    from otaro.bench.speculation import SpeculationRow
 
 BENCH_EXAMPLE = "Example: otaro bench smollm2-packed --threads 2 --against llama.cpp"
 
@@ -51,7 +52,7 @@ def bench(
     chosen = parse_precisions(precisions, checkpoint.inspect(folder).precisions)
     try:
         with progress_bar() as progress:
-            rows = measure(
+            measured = measure(
                 folder,
                 chosen,
                 prompt_tokens=prompt_tokens,
@@ -69,27 +70,31 @@ def bench(
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "rounds": rounds,
-        "threads": threads,
         "kv_cache": kv_cache,
-        "results": [row.to_json() for row in rows],
+        **measured.to_json(),
     }
     if json_out == Path("-"):
         print(json.dumps(figures, indent=2))
     else:
-        results().print(_table(rows))
+        results().print(_table(measured))
         if against is not None:
-            results().print(_comparison(rows))
+            results().print(_comparison(measured.rows))
+        if measured.speculation:
+            results().print(_speculation(measured.speculation))
         if json_out is not None:
             write_json(figures, json_out)
     if plot is not None:
-        _plot(rows, plot)
+        _plot(measured.rows, plot)
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table("precision")
+def _table(measured: Figures) -> Table:
+    machine = measured.machine
+    bandwidth = f"{machine['read_bytes_per_second'] / 1e9:.1f} GB/s"
+    where = f"{machine['processor']}, {machine['instruction_set']}, {machine['threads']} threads reading {bandwidth}"
+    table = Table("precision", caption=where)
     for heading in ("bits", "weights", "cache", "load", "first token", "prefill tok/s", "decode tok/s", "of bandwidth"):
         table.add_column(heading, justify="right")
-    for row in rows:
+    for row in measured.rows:
         table.add_row(
             str(row.precision),
             f"{row.bits_per_weight:.2f}",
@@ -101,6 +106,17 @@ def _table(rows: list[Row]) -> Table:
             f"{row.speed.decode:.1f}",
             f"{row.bandwidth_share:.0%}",
         )
+    return table
+
+
+def _speculation(rows: list[SpeculationRow]) -> Table:
+    table = Table("speculation", "text")
+    for heading in ("plain tok/s", "speculative tok/s", "faster", "guesses right", "tokens a check"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        gain = f"× {row.speculative / row.plain:.2f}"
+        figures = (f"{row.plain:.1f}", f"{row.speculative:.1f}", gain, f"{row.acceptance:.0%}")
+        table.add_row(f"{row.precision}, {row.draft} drafts", row.text, *figures, f"{row.tokens_per_check:.2f}")
     return table
 
 

@@ -18,12 +18,16 @@ from typing import Any
 import torch
 
 from otaro.bench.llama_cpp import LlamaCpp, import_llama_cpp
+from otaro.bench.machine import Bandwidth, describe
+from otaro.bench.speculation import SpeculationRow, measure_speculation
 from otaro.checkpoint.folder import Progress
 from otaro.engine.engine import FLOAT16, Engine
+from otaro.engine.native import MatrixRole
 from otaro.errors import OtaroError
 from otaro.export import export_gguf
 from otaro.export.blocks import block_type
-from otaro.precision import Precision
+from otaro.generate import load_tokenizer
+from otaro.precision import NARROWEST, Precision
 
 Run = Callable[[Sequence[int], int], int]
 """Runs tokens from a position on and picks the next."""
@@ -41,7 +45,7 @@ class Speed:
 @dataclass(frozen=True)
 class Row:
     """One width. `cache_bytes` is what keys and values of all tokens take, `bandwidth_share` what decoding reads per
-    second, of what the memory delivers.
+    second, of what the memory delivers in the same run.
     """
 
     precision: Precision
@@ -50,12 +54,29 @@ class Row:
     cache_bytes: int
     load_seconds: float
     speed: Speed
+    read_bytes_per_token: int
     bandwidth_share: float
     peer_type: str | None = None
     peer: Speed | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "precision": str(self.precision)}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All that was measured; `machine` says where."""
+
+    machine: dict[str, Any]
+    rows: list[Row]
+    speculation: list[SpeculationRow]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine,
+            "results": [row.to_json() for row in self.rows],
+            "speculation": [row.to_json() for row in self.speculation],
+        }
 
 
 def measure(
@@ -69,8 +90,8 @@ def measure(
     kv_cache: Precision | str = FLOAT16,
     against_llama_cpp: bool = False,
     progress: Progress | None = None,
-) -> list[Row]:
-    """Measure each width, its GGUF twin in llama.cpp too if asked for."""
+) -> Figures:
+    """Measure each width, its GGUF twin in llama.cpp too if asked for, and speculation where there is a tokenizer."""
     if against_llama_cpp:
         import_llama_cpp()
     context = prompt_tokens + new_tokens
@@ -87,14 +108,16 @@ def measure(
                 peers.append(LlamaCpp(twin, context=engine.context, threads=engine.threads))
                 runs[precision, "llama.cpp"] = peers[-1].run
         speeds: dict[tuple[Precision, str], list[Speed]] = {key: [] for key in runs}
+        memory, bandwidths = Bandwidth(engine.threads), []
         for number in range(rounds):
+            bandwidths.append(memory.measure())
             for place, (key, run) in enumerate(runs.items()):
                 speeds[key].append(_one_run(run, prompt, new_tokens))
                 if progress is not None:
                     progress(f"measuring {key[0]}", number * len(runs) + place + 1, rounds * len(runs))
         for peer in peers:
             peer.close()
-    bandwidth = read_bandwidth(engine.threads)
+    bandwidth = statistics.median(bandwidths)
     rows = []
     for precision in precisions:
         speed = _medians(speeds[precision, "otaro"])
@@ -103,6 +126,9 @@ def measure(
         load_seconds = time.perf_counter() - start
         size = loaded.memory["weights"]
         packed = sum(matrix.rows * matrix.columns for matrix in set(loaded.weights.model.matrices.values()))
+        read = sum(
+            matrix.nbytes for (_, role), matrix in loaded.weights.model.matrices.items() if role != MatrixRole.EMBEDDING
+        )
         columns = engine.weights.model.shape.hidden
         rows.append(
             Row(
@@ -112,28 +138,18 @@ def measure(
                 loaded.memory["cache"],
                 load_seconds,
                 speed,
-                size * speed.decode / bandwidth,
+                read,
+                read * speed.decode / bandwidth,
                 block_type(precision, columns).name if against_llama_cpp else None,
                 _medians(speeds[precision, "llama.cpp"]) if against_llama_cpp else None,
             )
         )
-    return rows
-
-
-def read_bandwidth(threads: int) -> float:
-    """Bytes a second that this many threads read from memory, the best of a few times."""
-    data = torch.ones(1 << 26)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        seconds = []
-        for _ in range(5):
-            start = time.perf_counter()
-            data.sum()
-            seconds.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(before)
-    return data.numel() * data.element_size() / min(seconds)
+    speculation = []
+    if engine.precision > NARROWEST and (folder / "tokenizer.json").exists():
+        engine = Engine(folder, engine.precision, threads=threads)
+        tokenizer = load_tokenizer(folder)
+        speculation = measure_speculation(engine, tokenizer, new_tokens=new_tokens, rounds=rounds, progress=progress)
+    return Figures(describe(engine.threads, bandwidth), rows, speculation)
 
 
 def _native(engine: Engine, precision: Precision) -> Run:

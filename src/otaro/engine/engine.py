@@ -5,11 +5,9 @@ token. The keys and values of tokens stay as they were computed. Results do not 
 how many tokens are run at a time, so a text continued token by token, in a batch or by speculation is the same to
 the bit.
 
-Speculation lets a narrow width draft a few tokens and the wanted width check all of them in one reading of the weights,
-which takes little longer than running one token. Drafts that the wanted width would have picked too are kept. With
-temperature 0 the outcome is exactly that of the wanted width alone; otherwise each draft is kept with probability
-min(1, p / q) and replaced by a draw from the rest of p where q exceeded it, which leaves p's distribution as it was
-(p, q: what the wanted and the drafting width give the token).
+Speculation guesses a few tokens and lets the wanted width run all of them in one reading of the weights, which takes
+little longer than running one. Tokens are picked from its logits one after another as ever, until one differs from the
+guess behind which it stands. So the text, greedy or drawn with a seed, is exactly that of the wanted width alone.
 """
 
 from __future__ import annotations
@@ -26,7 +24,8 @@ import numpy
 from otaro.checkpoint.folder import Progress
 from otaro.engine.live import LiveWeights
 from otaro.engine.native import Logits, Session
-from otaro.engine.sampling import Probabilities, Sampler, Sampling
+from otaro.engine.sampling import Sampler, Sampling
+from otaro.engine.speculation import MARGIN, MOST_DRAFTS, MOST_GUESSES, VOCABULARY_PART, Counts, Repetition
 from otaro.engine.weights import Weights
 from otaro.errors import OtaroError, PrecisionError
 from otaro.precision import NARROWEST, Precision, join
@@ -35,9 +34,6 @@ DEFAULT_CONTEXT = 8192
 FLOAT16 = "float16"
 PREFILL_TOKENS = 256
 """Prompt tokens run between two looks at whether to stop."""
-MOST_DRAFTS = 4
-SURE_ENOUGH = 0.5
-"""Drafting goes on while the drafting width gives its choice at least this probability."""
 
 Widths = bytes | Callable[[], bytes]
 """The width of each part of a model, as `Weights.widths` gives it, or how to find it when tokens are run."""
@@ -89,6 +85,8 @@ class Engine:
         """The width that the latest tokens were run at."""
         # When the engine goes, and before the interpreter does: a thread must not outlive what it changes.
         self._closed = weakref.finalize(self, self._live.close)
+        self.speculation = Counts()
+        """How speculation went in the text at hand."""
         if progressive:
             self._live.load_in_background(chosen or self.weights.folder.precisions[0])
 
@@ -186,6 +184,7 @@ class Engine:
             logits = self._prefill(text, prefill, reuse)
             limit = len(text) + max_new_tokens
             fresh = [sampler.pick(logits, text)]
+            repetition, self.speculation = Repetition(), Counts()
             while True:
                 for token in fresh:
                     if token in end:
@@ -194,11 +193,11 @@ class Engine:
                     yield token
                     if len(text) == limit:
                         return
-                room = min(MOST_DRAFTS, limit - len(text) - 1)
+                room = limit - len(text) - 1
                 if draft is None or room < 1:
                     fresh = [sampler.pick(self.run(text[-1:], len(text) - 1, widths)[0], text)]
                 else:
-                    fresh = self._speculate(text, sampler, widths, draft, room)
+                    fresh = self._speculate(text, sampler, widths, draft, repetition, room)
 
     def _prefill(self, text: list[int], widths: Widths, reuse: bool) -> Logits:
         """Run all of a prompt that is not held already; the last token's logits."""
@@ -215,30 +214,40 @@ class Engine:
             done += len(part)
         return logits[0]
 
-    def _speculate(self, text: list[int], sampler: Sampler, widths: Widths, draft: Widths, most: int) -> list[int]:
-        """At least one new token: drafts that hold, and one of the wanted width after them."""
-        start = len(text) - 1
-        drafts: list[int] = []
-        beliefs: list[Probabilities] = []
-        while len(drafts) < most:
-            logits = self.run([*text[-1:], *drafts][-1:], start + len(drafts), draft)[0]
-            beliefs.append(sampler.distribution(logits, text + drafts))
-            drafts.append(sampler.draw(beliefs[-1]))
-            if _confidence(logits) < SURE_ENOUGH:
+    def _speculate(
+        self, text: list[int], sampler: Sampler, widths: Widths, draft: Widths, repetition: Repetition, room: int
+    ) -> list[int]:
+        """At least one new token: guesses that hold, and one of the wanted width after them."""
+        start, counts = len(text) - 1, self.speculation
+        guesses = repetition.guess(text, min(MOST_GUESSES, room))
+        repeated = bool(guesses)
+        if not repeated:
+            guesses = self._draft(text[-1], start, draft, min(MOST_DRAFTS, room))
+        rows = self.run([text[-1], *guesses], start, widths, logits=len(guesses) + 1)
+        fresh: list[int] = []
+        for logits, guess in zip(rows, [*guesses, None], strict=True):
+            fresh.append(sampler.pick(logits, text + fresh))
+            if fresh[-1] != guess:
                 break
-        rows = self.run([*text[-1:], *drafts], start, widths, logits=len(drafts) + 1)
-        kept: list[int] = []
-        for token, belief, logits in zip(drafts, beliefs, rows, strict=False):
-            wanted = sampler.distribution(logits, text + kept)
-            if not sampler.accepts(wanted[token] / belief[token]):
-                rest = numpy.maximum(wanted - belief, 0)
-                last = sampler.draw(rest if rest.any() else wanted)  # nothing is left where they differ by rounding
-                break
-            kept.append(token)
+        right = len(fresh) - 1
+        self._session.length = start + 1 + right  # behind lie guesses that did not hold
+        counts.checks += 1
+        if repeated:
+            repetition.learn(len(guesses), right)
+            counts.repeated += len(guesses)
+            counts.repeated_right += right
         else:
-            last = sampler.pick(rows[-1], text + kept)
-        self._session.length = start + 1 + len(kept)  # behind lie drafts that did not hold
-        return [*kept, last]
+            counts.drafted += len(guesses)
+            counts.drafted_right += right
+        return fresh
+
+    def _draft(self, token: int, position: int, widths: Widths, most: int) -> list[int]:
+        rows = -(-self.weights.model.shape.vocabulary // VOCABULARY_PART)
+        with self._live.running:
+            chosen = widths if isinstance(widths, bytes) else widths()
+            return self._session.draft(
+                token, position, chosen, most=most, rows=rows, margin=MARGIN, threads=self.threads
+            )
 
     def run(self, tokens: Sequence[int], position: int, widths: Widths, logits: int = 1) -> Logits:
         """Run tokens at a position; the last rows of logits. For measuring: `tokens` is what continues a text."""
@@ -283,8 +292,3 @@ def widest_that_fits(weights_bytes: Mapping[Precision, int], memory: int) -> Pre
         least = min(weights_bytes.values())
         raise OtaroError(f"{memory / 1e6:.0f} MB are too little: {NARROWEST} needs {least / 1e6:.0f} MB")
     return max(fitting)
-
-
-def _confidence(logits: Logits) -> float:
-    """The probability of the likeliest token at temperature 1."""
-    return float(1 / numpy.exp(logits - logits.max()).sum())

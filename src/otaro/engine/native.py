@@ -29,6 +29,7 @@ Logits = NDArray[numpy.float32]
 
 _INT, _LONG, _DATA = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _INDEX, _PLANES, _NO_MEMORY = 4, 6, 7
+NOT_LOADED = "that precision is not loaded: raise the model to it first"
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "otaro_matrix_create": (_DATA, _LONG, _LONG, _DATA),
     "otaro_matrix_destroy": (_DATA,),
@@ -44,6 +45,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "otaro_session_destroy": (_DATA,),
     "otaro_session_bytes": (_DATA, _DATA, _DATA),
     "otaro_cache_round": (_INT, _DATA, _LONG, _LONG, _LONG, _DATA, _LONG, _INT),
+    "otaro_session_draft": (_DATA, _INT, _LONG, _DATA, _LONG, _LONG, ctypes.c_float, _DATA, _LONG, _DATA, _INT),
+    "otaro_read": (_DATA, _LONG, _DATA, _INT),
     "otaro_session_run": (_DATA, _DATA, _LONG, _LONG, _LONG, _DATA, _LONG, _DATA, _LONG, _LONG, _INT),
 }
 
@@ -215,17 +218,7 @@ class Session:
         `widths` holds the mantissa bits of the embedding, of each layer and of the head.
         """
         shape = self._model.shape
-        if position + len(tokens) > self.context:
-            raise OtaroError(
-                f"{position + len(tokens)} tokens do not fit the context of {self.context}: shorten the text"
-            )
-        outside = next((token for token in tokens if not 0 <= token < shape.vocabulary), None)
-        if outside is not None:
-            raise OtaroError(
-                f"token {outside} is outside the vocabulary of {shape.vocabulary}: use the model's tokenizer"
-            )
-        if position > self.length:
-            raise ValueError(f"position {position} leaves a gap: {self.length} tokens are held")
+        self._check(tokens, position, len(tokens))
         ids = numpy.array(tokens, dtype=numpy.int32)
         result = numpy.empty((logits, shape.vocabulary), dtype=numpy.float32)
         self.length = min(self.length, position)
@@ -233,9 +226,45 @@ class Session:
             *(self.handle, ids.ctypes.data, ids.nbytes, len(ids), position, widths, len(widths)),
             *(result.ctypes.data, result.nbytes, logits, threads),
         )
-        _check(error, "that precision is not loaded: raise the model to it first")
+        _check(error, NOT_LOADED)
         self.length = position + len(ids)
         return result
+
+    def draft(
+        self, token: int, position: int, widths: bytes, *, most: int, rows: int, margin: float, threads: int
+    ) -> list[int]:
+        """Guess up to `most` tokens after a token, each the likeliest of the first `rows` of the vocabulary.
+
+        The guessing ends with a token that is ahead of the next likeliest by less than `margin`. What lay at the
+        position and behind is forgotten.
+        """
+        self._check([token], position, most)
+        drafts = (ctypes.c_int32 * most)()
+        count = ctypes.c_int64(most)
+        self.length = min(self.length, position)
+        error = _library().otaro_session_draft(
+            *(self.handle, token, position, widths, len(widths), rows, margin),
+            *(drafts, ctypes.sizeof(drafts), ctypes.byref(count), threads),
+        )
+        _check(error, NOT_LOADED)
+        return drafts[: count.value]
+
+    def _check(self, tokens: Sequence[int], position: int, count: int) -> None:
+        vocabulary = self._model.shape.vocabulary
+        if position + count > self.context:
+            raise OtaroError(f"{position + count} tokens do not fit the context of {self.context}: shorten the text")
+        outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if outside is not None:
+            raise OtaroError(f"token {outside} is outside the vocabulary of {vocabulary}: use the model's tokenizer")
+        if position > self.length:
+            raise ValueError(f"position {position} leaves a gap: {self.length} tokens are held")
+
+
+def read(data: NDArray[numpy.uint64], threads: int) -> int:
+    """Read an array once from end to end, each thread a part of its own; the sum of its words."""
+    total = ctypes.c_uint64()
+    _check(_library().otaro_read(data.ctypes.data, data.nbytes, ctypes.byref(total), threads))
+    return total.value
 
 
 def round_keys(x: Tensor, precision: Precision, *, isa: str | None = None) -> Tensor:

@@ -83,10 +83,6 @@ class Sampler:
             raise OtaroError("the model's logits are not finite: the packed weights are broken, see otaro verify")
         return int(numpy.searchsorted(sums, self._random.random() * sums[-1], side="right"))
 
-    def accepts(self, probability: float) -> bool:
-        """True with that probability."""
-        return bool(self._random.random() < probability)
-
     def _penalized(self, logits: Logits, history: Sequence[int]) -> Logits:
         penalty = self.sampling.repetition_penalty
         if penalty == 1 or not history:

@@ -1,0 +1,48 @@
+"""A packed model of the shape of Llama-3.2-1B with random weights: large enough that reading it takes the time.
+
+python bench/random_model.py random-1b
+otaro bench random-1b/packed --threads 2 --against llama.cpp --new-tokens 16 --json bench/bench_engine_1b.json
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import otaro
+
+CONFIG = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    rope_parameters={
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "model")
+    otaro.pack(folder / "model", folder / "packed")
+
+
+if __name__ == "__main__":
+    main()
