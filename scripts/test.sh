@@ -20,4 +20,9 @@ find csrc -type f \( -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp
 announce "pytest"
 pytest
 
+announce "native tests with AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set of this machine"
+# Reports go straight to the screen (--capture=sys): pytest could not show them any more.
+scripts/sanitized.sh address,undefined pytest --capture=sys tests/test_native.py tests/test_engine.py \
+    -k "not missing_library and not forked_child"
+
 announce "all checks passed"
