@@ -143,13 +143,19 @@ int Session::run(const int32_t* tokens, int64_t count, int64_t position, const u
         if (tokens[i] < 0 || tokens[i] >= model_.vocabulary) return OTARO_ERROR_INDEX;
     }
     if (!model_.whole.matrices[OTARO_EMBEDDING]->holds(mantissa[0])) return OTARO_ERROR_PLANES;
-    if (!model_.whole.matrices[OTARO_HEAD]->holds(mantissa[layers + 1])) return OTARO_ERROR_PLANES;
-    for (int64_t i = 0; i < layers; ++i) {
-        for (int role = OTARO_QUERY; role <= OTARO_DOWN; ++role) {
-            if (!model_.layers[static_cast<size_t>(i)].matrices[role]->holds(mantissa[i + 1]))
-                return OTARO_ERROR_PLANES;
+    // A matrix set after this session was made may have longer groups, and so more padding.
+    const auto check = [&](const Matrix& matrix, int width) {
+        if (padded_columns(matrix.tiles()) > widest_) return OTARO_ERROR_BUFFER;
+        return matrix.holds(width) ? OTARO_OK : OTARO_ERROR_PLANES;
+    };
+    int error = check(*model_.whole.matrices[OTARO_HEAD], mantissa[layers + 1]);
+    for (int64_t i = 0; i < layers && error == OTARO_OK; ++i) {
+        const Layer& layer = model_.layers[static_cast<size_t>(i)];
+        for (int role = OTARO_QUERY; role <= OTARO_DOWN && error == OTARO_OK; ++role) {
+            error = check(*layer.matrices[role], mantissa[i + 1]);
         }
     }
+    if (error != OTARO_OK) return error;
     reserve_scratch(threads);
     Team team(threads);
     for (int64_t done = 0; done < count; done += kMostTokens) {

@@ -20,5 +20,6 @@ if [[ -z "$runtime" ]]; then
 fi
 echo "   $library with $("$compiler" -print-file-name="$runtime")"
 export OTARO_NATIVE_LIBRARY="$library"
-export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
+export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=2048
+export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
 LD_PRELOAD="$("$compiler" -print-file-name="$runtime")" exec "$@"

@@ -25,4 +25,7 @@ announce "native tests with AddressSanitizer and UndefinedBehaviorSanitizer, on 
 scripts/sanitized.sh address,undefined pytest --capture=sys tests/test_native.py tests/test_engine.py \
     -k "not missing_library and not forked_child"
 
+announce "fuzz: spoilt packed folders and odd prompts, with the same library"
+scripts/sanitized.sh address,undefined python scripts/fuzz_engine.py --rounds 1000 --seconds 30
+
 announce "all checks passed"

@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import otaro
 from otaro import ops
+from otaro.checkpoint.folder import PackedFolder
 from otaro.engine import native
-from otaro.engine.architecture import UnsupportedError
+from otaro.engine.architecture import UnsupportedError, matrix_place
 from otaro.engine.engine import Engine, widest_that_fits
 from otaro.engine.native import Matrix, Session
 from otaro.engine.sampling import Sampler, Sampling
-from otaro.engine.text import TextStream, generate
-from otaro.errors import OtaroError, PrecisionError
+from otaro.engine.text import TextStream, end_tokens, generate
+from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.ops import cpu
 from otaro.precision import Precision
 from otaro.sefp import Format
@@ -341,6 +342,12 @@ def test_other_architectures_are_told_apart(tmp_path: Path) -> None:
         ("vocab_size", 10**9),
         ("intermediate_size", 81),
         ("rms_norm_eps", "small"),
+        ("rms_norm_eps", 1e300),
+        ("num_hidden_layers", 10**9),  # as many as could never be listed, as below
+        ("head_dim", 2**40),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": -1e4}),
+        ("max_position_embeddings", 0),
+        ("dtype", "U8"),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}),
     ],
     ids=str,
@@ -352,6 +359,57 @@ def test_a_config_that_does_not_fit_is_one_clear_error(folder: Path, tmp_path: P
     (broken / "config.json").write_text(json.dumps({**config, setting: value}))
     with pytest.raises((OtaroError, UnsupportedError)):
         Engine(broken, threads=1)
+
+
+@pytest.mark.parametrize("field, value", [("version", float("inf")), ("scheme", "\n\x1b" * 5000)], ids=["inf", "long"])
+def test_what_a_config_says_cannot_spoil_the_message(folder: Path, tmp_path: Path, field: str, value: Any) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["quantization_config"][field] = value
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="config.json") as raised:
+        Engine(broken, threads=1)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) <= 1000
+
+
+def test_settings_nested_without_end_are_refused(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "config.json").write_text("[" * 100_000)
+    with pytest.raises(FormatError, match="not valid JSON"):
+        Engine(broken, threads=1)
+
+
+def test_names_of_layers_are_numbers_in_one_spelling() -> None:
+    assert matrix_place("model.layers.10.self_attn.q_proj") == (10, native.MatrixRole.QUERY)
+    for number in ("00", "٣", "-1", "9" * 5000):
+        assert matrix_place(f"model.layers.{number}.self_attn.q_proj") is None
+
+
+@pytest.mark.parametrize("width", ["m3", "m5"])
+def test_a_file_that_changes_after_it_was_checked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    changing = tmp_path / "changing"
+    shutil.copytree(folder, changing)
+    check = PackedFolder.check
+
+    def check_then_change(self: PackedFolder, precision: Precision) -> None:
+        check(self, precision)
+        shutil.copyfile(changing / "model-m4.safetensors", changing / f"model-{width}.safetensors")
+
+    monkeypatch.setattr(PackedFolder, "check", check_then_change)
+    with pytest.raises(FormatError, match=f"model-{width}.safetensors changed while it was read"):
+        Engine(changing, threads=1)
+
+
+def test_end_tokens_that_are_no_tokens_are_left_out(folder: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(folder, odd)
+    (odd / "generation_config.json").write_text('{"eos_token_id": [[3], {"a": 1}, "x", 7]}')
+    assert 7 in end_tokens(Engine(odd, threads=1), Bytes())
 
 
 def test_the_memory_given_decides_the_width() -> None:
@@ -477,6 +535,29 @@ def test_matrices_must_fit_their_place(engine: Engine) -> None:
         Matrix(planes, (10**9, 10**9), Format(), threads=1)
     with pytest.raises(RuntimeError):
         Matrix(planes, (16, 32), Format("truncate"), threads=1)
+
+
+def test_a_longer_group_set_behind_a_session_is_refused() -> None:
+    """Its activations would not fit the memory that the session took when it was made."""
+    shape = native.Shape(1, 24, 24, 1, 1, 24, 24, 1e-5, (1.0,) * 12, 1.0, (0,))
+    model = native.Model(shape)
+    matrices = {}
+    for group_size in (32, 256):
+        format = Format(group_size=group_size)
+        planes, _ = ops.pack(torch.randn(24, 24), format)
+        matrices[group_size] = Matrix(planes, (24, 24), format, threads=1)
+    for role in native.MatrixRole:
+        model.set_matrix(0, role, matrices[32])
+    for vector in (native.VectorRole.FINAL_NORM, native.VectorRole.ATTENTION_NORM, native.VectorRole.FEED_FORWARD_NORM):
+        model.set_vector(0, vector, torch.ones(24))
+    session = Session(model, 200)
+    widths = bytes([3, 3, 3])
+    session.run([1] * 130, 0, widths, threads=1)
+    for role in (native.MatrixRole.DOWN, native.MatrixRole.HEAD):
+        model.set_matrix(0, role, matrices[256])
+        with pytest.raises(RuntimeError, match="buffer"):
+            session.run([1] * 130, 0, widths, threads=1)
+        model.set_matrix(0, role, matrices[32])
 
 
 def test_two_engines_in_two_threads_do_not_disturb_each_other(folder: Path) -> None:

@@ -26,7 +26,7 @@ from otaro.checkpoint.folder import Progress
 from otaro.engine.native import Logits, Session
 from otaro.engine.sampling import Probabilities, Sampler, Sampling
 from otaro.engine.weights import Weights
-from otaro.errors import OtaroError
+from otaro.errors import FormatError, OtaroError
 from otaro.precision import NARROWEST, Precision
 
 DEFAULT_CONTEXT = 8192
@@ -67,6 +67,8 @@ class Engine:
         first = NARROWEST if progressive else chosen
         self.weights = Weights(Path(folder), first, threads=self.threads, progress=progress)
         limit = self.weights.config.max_position_embeddings
+        if type(limit) is not int or limit < 1:
+            raise FormatError(f"{folder}/config.json allows {limit} positions: fetch it again")
         if context is not None and not 1 <= context <= limit:
             raise OtaroError(f"a context of {context} tokens is not possible: the model's own is {limit}")
         self.context = context or min(limit, DEFAULT_CONTEXT)
