@@ -14,7 +14,7 @@ announce "mypy"
 mypy
 
 announce "clang-format --dry-run --Werror"
-find csrc -type f \( -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) -print0 |
+find csrc tests/native -type f \( -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) -print0 |
     xargs -0 clang-format --dry-run --Werror
 
 announce "pytest"
