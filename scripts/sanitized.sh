@@ -19,7 +19,9 @@ if [[ -z "$runtime" ]]; then
     exit 1
 fi
 echo "   $library with $("$compiler" -print-file-name="$runtime")"
+# Nor does it load the C++ library, without which AddressSanitizer cannot let an exception pass.
+standard="$(ldd "$library" | awk '/libstdc\+\+|libc\+\+\./ { print $3; exit }')"
 export OTARO_NATIVE_LIBRARY="$library"
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=2048
 export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
-LD_PRELOAD="$("$compiler" -print-file-name="$runtime")" exec "$@"
+LD_PRELOAD="$("$compiler" -print-file-name="$runtime") $standard" exec "$@"

@@ -361,7 +361,7 @@ def test_a_config_that_does_not_fit_is_one_clear_error(folder: Path, tmp_path: P
         Engine(broken, threads=1)
 
 
-@pytest.mark.parametrize("field, value", [("version", float("inf")), ("scheme", "\n\x1b" * 5000)], ids=["inf", "long"])
+@pytest.mark.parametrize("field, value", [("version", float("inf")), ("scheme", "\x1b" * 5000)], ids=["inf", "long"])
 def test_what_a_config_says_cannot_spoil_the_message(folder: Path, tmp_path: Path, field: str, value: Any) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)

@@ -10,7 +10,8 @@ class Sentence(Exception):  # noqa: N818
     """An error that is shown as one line, whatever a broken file put into its message."""
 
     def __str__(self) -> str:
-        text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in super().__str__())
+        shown = (" " if letter.isspace() else letter for letter in super().__str__())
+        text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
         return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 4 :]}"
 
 
