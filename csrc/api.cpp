@@ -240,6 +240,7 @@ int32_t otaro_linear(const otaro_format* format, int64_t rows, int64_t columns, 
         if (bias != nullptr) checks.buffer(bias, bias_bytes, rows, sizeof *bias);
         const Kernels* const kernels = checks.kernels(threads, isa);
         if (checks.error() != OTARO_OK) return checks.error();
+        if (batch == 0) return OTARO_OK; // rows without columns take no memory: there may be any number of them
         const PlanesJob weight{checks.geometry(), *format, *planes, mantissa, OTARO_FLOAT32};
         const LinearJob job{weight, x, batch, bias, y};
         auto body = [&](int64_t first, int64_t last) { kernels->linear(job, first, last); };

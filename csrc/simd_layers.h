@@ -102,7 +102,7 @@ void quantize_activations(const float* x, int64_t length, int mantissa, const Ac
             for (int i = 0; i < kBlockColumns; ++i) {
                 const int32_t top = static_cast<int32_t>(static_cast<uint32_t>(whole[i]) + 128) >> 8;
                 high[i] = static_cast<int8_t>(top);
-                low[i] = static_cast<int8_t>(whole[i] - top * 256);
+                low[i] = static_cast<int8_t>(static_cast<uint32_t>(whole[i]) - static_cast<uint32_t>(top) * 256);
             }
             if constexpr (V::kWords) {
                 int16_t* const words = to.words + row * to.columns + start;

@@ -14,10 +14,18 @@ announce "mypy"
 mypy
 
 announce "clang-format --dry-run --Werror"
-find csrc -type f \( -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) -print0 |
+find csrc tests/native -type f \( -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) -print0 |
     xargs -0 clang-format --dry-run --Werror
 
 announce "pytest"
 pytest
+
+announce "native tests with AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set of this machine"
+# Reports go straight to the screen (--capture=sys): pytest could not show them any more.
+scripts/sanitized.sh address,undefined pytest --capture=sys tests/test_native.py tests/test_engine.py tests/test_engine_cache.py \
+    -k "not missing_library and not forked_child"
+
+announce "fuzz: spoilt packed folders and odd prompts, with the same library"
+scripts/sanitized.sh address,undefined python scripts/fuzz_engine.py --rounds 1000 --seconds 30
 
 announce "all checks passed"

@@ -19,14 +19,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import otaro
 from otaro import ops
+from otaro.checkpoint.folder import PackedFolder
 from otaro.engine import native
-from otaro.engine.architecture import UnsupportedError
+from otaro.engine.architecture import UnsupportedError, matrix_place
 from otaro.engine.engine import Engine, widest_that_fits
 from otaro.engine.native import Matrix, Session
 from otaro.engine.sampling import Sampler, Sampling
 from otaro.engine.speculation import Repetition
-from otaro.engine.text import TextStream, generate
-from otaro.errors import OtaroError, PrecisionError
+from otaro.engine.text import TextStream, end_tokens, generate
+from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.ops import cpu
 from otaro.precision import Precision
 from otaro.sefp import Format
@@ -137,11 +138,15 @@ def test_logits_agree_with_the_reference_at_every_width(name: str, tmp_path: Pat
     folder = packed_model(MODELS[name](), tmp_path, Format(polarity=name == "qwen3"))
     engine, model = Engine(folder, threads=2), otaro.load(folder)
     ids = architectures.some_ids()[0].tolist() * 3
+    sessions = [Session(engine.weights.model, len(ids), isa=isa) for isa in cpu.isas()]
     for precision in WIDTHS:
         model.set_precision(precision)
         with torch.inference_mode():
             expected = model(input_ids=torch.tensor([ids])).logits[0]
-        assert relative_error(torch.from_numpy(engine.logits(ids, precision)), expected) < LOGITS_BUDGET[precision]
+        widths = engine.weights.widths(precision)
+        for session in sessions:
+            logits = torch.from_numpy(session.run(ids, 0, widths, threads=2, logits=len(ids)))
+            assert relative_error(logits, expected) < LOGITS_BUDGET[precision]
 
 
 @pytest.fixture(scope="module")
@@ -371,6 +376,12 @@ def test_other_architectures_are_told_apart(tmp_path: Path) -> None:
         ("vocab_size", 10**9),
         ("intermediate_size", 81),
         ("rms_norm_eps", "small"),
+        ("rms_norm_eps", 1e300),
+        ("num_hidden_layers", 10**9),  # as many as could never be listed, as below
+        ("head_dim", 2**40),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": -1e4}),
+        ("max_position_embeddings", 0),
+        ("dtype", "U8"),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}),
     ],
     ids=str,
@@ -382,6 +393,57 @@ def test_a_config_that_does_not_fit_is_one_clear_error(folder: Path, tmp_path: P
     (broken / "config.json").write_text(json.dumps({**config, setting: value}))
     with pytest.raises((OtaroError, UnsupportedError)):
         Engine(broken, threads=1)
+
+
+@pytest.mark.parametrize("field, value", [("version", float("inf")), ("scheme", "\x1b" * 5000)], ids=["inf", "long"])
+def test_what_a_config_says_cannot_spoil_the_message(folder: Path, tmp_path: Path, field: str, value: Any) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["quantization_config"][field] = value
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="config.json") as raised:
+        Engine(broken, threads=1)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) <= 1000
+
+
+def test_settings_nested_without_end_are_refused(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "config.json").write_text("[" * 100_000)
+    with pytest.raises(FormatError, match="not valid JSON"):
+        Engine(broken, threads=1)
+
+
+def test_names_of_layers_are_numbers_in_one_spelling() -> None:
+    assert matrix_place("model.layers.10.self_attn.q_proj") == (10, native.MatrixRole.QUERY)
+    for number in ("00", "٣", "-1", "9" * 5000):
+        assert matrix_place(f"model.layers.{number}.self_attn.q_proj") is None
+
+
+@pytest.mark.parametrize("width", ["m3", "m5"])
+def test_a_file_that_changes_after_it_was_checked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    changing = tmp_path / "changing"
+    shutil.copytree(folder, changing)
+    check = PackedFolder.check
+
+    def check_then_change(self: PackedFolder, precision: Precision) -> None:
+        check(self, precision)
+        shutil.copyfile(changing / "model-m4.safetensors", changing / f"model-{width}.safetensors")
+
+    monkeypatch.setattr(PackedFolder, "check", check_then_change)
+    with pytest.raises(FormatError, match=f"model-{width}.safetensors changed while it was read"):
+        Engine(changing, threads=1)
+
+
+def test_end_tokens_that_are_no_tokens_are_left_out(folder: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(folder, odd)
+    (odd / "generation_config.json").write_text('{"eos_token_id": [[3], {"a": 1}, "x", 7]}')
+    assert 7 in end_tokens(Engine(odd, threads=1), Bytes())
 
 
 def test_the_memory_given_decides_the_width() -> None:

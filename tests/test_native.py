@@ -527,6 +527,13 @@ def test_only_nested_has_tiers() -> None:
     assert arguments.call("quantize") == OK
 
 
+def test_a_product_of_no_vectors_ends_at_once_however_many_rows_there_are() -> None:
+    arguments = Arguments()
+    arguments.values |= {"rows": 2**62, "columns": 0, "batch": 0}
+    arguments.null.add("bias")
+    assert arguments.call("linear") == OK
+
+
 def test_what_is_wrong_with_the_data_has_codes_of_its_own() -> None:
     arguments = Arguments()
     arguments.buffers["weight"][100] = float("inf")

@@ -3,8 +3,19 @@
 The command line turns every :class:`OtaroError` into that sentence and exit code 2.
 """
 
+LONGEST = 1000
 
-class OtaroError(Exception):
+
+class Sentence(Exception):  # noqa: N818
+    """An error that is shown as one line, whatever a broken file put into its message."""
+
+    def __str__(self) -> str:
+        shown = (" " if letter.isspace() else letter for letter in super().__str__())
+        text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
+        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 4 :]}"
+
+
+class OtaroError(Sentence):
     """The input cannot be used; the message says what, where and what to do."""
 
 

@@ -107,7 +107,9 @@ class PackedFolder:
             raise FormatError(f"{self.path} is not a model folder: it has no config.json")
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except OSError as error:
+            raise FormatError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"{path} is not valid JSON ({error}): fetch it again") from error
         if not isinstance(config, dict):
             raise FormatError(f"{path} is not a JSON object: fetch it again")
@@ -218,11 +220,18 @@ class PackedFolder:
         )
 
     def planes(self, width: Precision) -> Iterator[tuple[str, Any]]:
-        """The tensors of one width's files, (key, tensor)."""
+        """The tensors of one width's files, (key, tensor); an error if they are no longer what `entries` says."""
+        expected = {part for entry in self.entries for first, part in parts(entry, self.format) if first == width}
         for path in self.paths(width):
             with SafetensorsFile(path) as file:
-                for name in file.tensors:
+                for name, info in file.tensors.items():
+                    part = Part(name, info.dtype, info.shape)
+                    if part not in expected:
+                        raise FormatError(f"{path.name} changed while it was read: fetch it again")
+                    expected.remove(part)
                     yield name, file.read(name)
+        if expected:
+            raise FormatError(f"{file_name(width)} changed while it was read: fetch it again")
 
     def paths(self, width: Precision) -> list[Path]:
         """The files that hold one width's planes, there or not."""
@@ -232,7 +241,7 @@ class PackedFolder:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             paths = [self.path / name for name in names]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise FormatError(f"{index.name} is not an index of weight files: fetch it again") from error
         if not paths:
             raise FormatError(f"{index.name} names no weight files: fetch it again")
@@ -277,7 +286,7 @@ class PackedFolder:
     def _check_version(self, version: Any, place: str) -> None:
         try:
             number = int(version)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"{place} states no format version: fetch it again") from error
         if number > VERSION:
             raise FormatError(
@@ -313,7 +322,7 @@ class PackedFolder:
 def _json(text: str | None, place: str) -> Any:
     try:
         return json.loads(text or "")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(
             f"{place} is no file of a packed model: its header lacks the format; fetch it again"
         ) from error

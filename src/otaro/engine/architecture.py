@@ -7,14 +7,18 @@ and biases. A model it does not run is told apart here, with the reason, before 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from otaro.checkpoint.folder import PackedFolder
 from otaro.engine.native import MatrixRole, Shape, VectorRole
-from otaro.errors import FormatError
+from otaro.errors import FormatError, Sentence
 
-MOST_HEAD_DIMENSION = 1024
+MOST_LAYERS, MOST_HEAD_DIMENSION, MOST_ROWS = 4096, 1024, 2**31 - 1
+LAYER_NUMBER = re.compile("0|[1-9][0-9]{0,3}")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+LARGEST = 1e30
+"""Far beyond any setting, and still a float32."""
 ROPE_TYPES = ("default", "linear", "llama3")
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -42,7 +46,7 @@ VECTORS = {
 }
 
 
-class UnsupportedError(Exception):
+class UnsupportedError(Sentence):
     """Why the native engine does not run a model; the transformers path does."""
 
 
@@ -68,7 +72,7 @@ def vector_place(name: str) -> tuple[int, VectorRole] | None:
 
 def _split(name: str) -> tuple[int, str]:
     parts = name.split(".", 3)
-    if len(parts) == 4 and parts[:2] == ["model", "layers"] and parts[2].isdecimal():
+    if len(parts) == 4 and parts[:2] == ["model", "layers"] and LAYER_NUMBER.fullmatch(parts[2]):
         return int(parts[2]), parts[3]
     return 0, ""
 
@@ -98,21 +102,35 @@ def read_shape(folder: PackedFolder, config: Any) -> Shape:
 
 
 def _shape(config: Any) -> Shape:
-    head_dimension = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = _count(config, "num_attention_heads")
+    hidden = _count(config, "hidden_size")
+    head_dimension = _count(config, "head_dim", MOST_HEAD_DIMENSION, hidden // heads)
     frequency, factor = _rope(config, head_dimension)
+    numbers = (config.rms_norm_eps, *frequency)
+    if not all(isinstance(number, int | float) and abs(number) < LARGEST for number in numbers):
+        raise ValueError("rms_norm_eps and the settings of rope must give finite numbers")
     return Shape(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        layers=_count(config, "num_hidden_layers", MOST_LAYERS),
+        hidden=hidden,
+        intermediate=_count(config, "intermediate_size"),
+        heads=heads,
+        kv_heads=_count(config, "num_key_value_heads", default=heads),
         head_dimension=head_dimension,
-        vocabulary=config.vocab_size,
+        vocabulary=_count(config, "vocab_size"),
         norm_epsilon=config.rms_norm_eps,
         rope_frequency=frequency,
         rope_factor=factor,
         window=_windows(config),
     )
+
+
+def _count(config: Any, name: str, most: int = MOST_ROWS, default: int | None = None) -> int:
+    """A size of the model, checked before anything as large as it says is made."""
+    value = getattr(config, name, default)
+    value = default if value is None else value
+    if type(value) is not int or not 0 < value <= most:
+        raise ValueError(f"{name} is {value}, not a number from 1 to {most}")
+    return value
 
 
 def _check_tensors(folder: PackedFolder, shape: Shape) -> None:
@@ -165,7 +183,7 @@ def _length(role: VectorRole, shape: Shape) -> int:
 
 def _windows(config: Any) -> tuple[int, ...]:
     """How far back each layer sees; 0: to the beginning."""
-    width = getattr(config, "sliding_window", None) or 0
+    width = _count(config, "sliding_window") if getattr(config, "sliding_window", None) else 0
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return (width,) * config.num_hidden_layers

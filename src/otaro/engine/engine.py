@@ -27,7 +27,7 @@ from otaro.engine.native import Logits, Session
 from otaro.engine.sampling import Sampler, Sampling
 from otaro.engine.speculation import MARGIN, MOST_DRAFTS, MOST_GUESSES, VOCABULARY_PART, Counts, Repetition
 from otaro.engine.weights import Weights
-from otaro.errors import OtaroError, PrecisionError
+from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.precision import NARROWEST, Precision, join
 
 DEFAULT_CONTEXT = 8192
@@ -74,6 +74,8 @@ class Engine:
         first = NARROWEST if progressive else chosen
         self.weights = Weights(Path(folder), first, threads=self.threads, progress=progress)
         limit = self.weights.config.max_position_embeddings
+        if type(limit) is not int or limit < 1:
+            raise FormatError(f"{folder}/config.json allows {limit} positions: fetch it again")
         if context is not None and not 1 <= context <= limit:
             raise OtaroError(f"a context of {context} tokens is not possible: the model's own is {limit}")
         self.context = context or min(limit, DEFAULT_CONTEXT)

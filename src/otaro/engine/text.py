@@ -123,4 +123,4 @@ def end_tokens(engine: Engine, tokenizer: Any) -> list[int]:
     """What ends an answer: the model's own end tokens, and the tokenizer's."""
     configured = [engine.weights.config.eos_token_id, engine.weights.generation.get("eos_token_id")]
     tokens = [token for entry in configured for token in (entry if isinstance(entry, list) else [entry])]
-    return [token for token in dict.fromkeys([*tokens, tokenizer.eos_token_id]) if token is not None]
+    return list(dict.fromkeys(token for token in [*tokens, tokenizer.eos_token_id] if type(token) is int))

@@ -12,7 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from otaro.checkpoint.folder import PackedFolder, Progress
-from otaro.engine.architecture import EMBEDDING, HEAD, UnsupportedError, matrix_place, read_shape, vector_place
+from otaro.engine.architecture import (
+    EMBEDDING,
+    HEAD,
+    MOST_LAYERS,
+    UnsupportedError,
+    matrix_place,
+    read_shape,
+    vector_place,
+)
 from otaro.engine.native import Matrix, MatrixRole, Model
 from otaro.errors import FormatError, PrecisionError
 from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
@@ -29,7 +37,7 @@ class Weights:
         self, folder: Path, precision: Precision | None = None, *, threads: int = 1, progress: Progress | None = None
     ) -> None:
         self.folder = PackedFolder(folder)
-        self.config = read_config(folder)
+        self.config = read_config(self.folder)
         self.generation = _read_generation(folder)
         shape = read_shape(self.folder, self.config)
         widest = self.folder.precisions[0] if precision is None and self.folder.precisions else NARROWEST
@@ -178,23 +186,26 @@ class Weights:
             self.model.set_matrix(0, MatrixRole.HEAD, self.model.matrices[0, MatrixRole.EMBEDDING])
 
 
-def read_config(folder: Path) -> Any:
+def read_config(folder: PackedFolder) -> Any:
     """The transformers config of a packed folder."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    layers = folder.config.get("num_hidden_layers")
+    if type(layers) is int and layers > MOST_LAYERS:  # transformers makes lists of that many entries
+        raise FormatError(f"{folder.path}/config.json says that the model has {layers} layers: fetch it again")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedError("transformers cannot read its config") from error
-    except StrictDataclassError as error:
-        raise FormatError(f"{folder}/config.json holds a setting that cannot be used: fetch it again") from error
+    except Exception as error:  # whatever transformers met in it
+        message = f"{folder.path}/config.json holds a setting that cannot be used: fetch it again"
+        raise FormatError(message) from error
 
 
 def _read_generation(folder: Path) -> dict[str, Any]:
     """The model's own settings for generation, as far as there are any."""
     try:
         settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return settings if isinstance(settings, dict) else {}

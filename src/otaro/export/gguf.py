@@ -47,7 +47,7 @@ def export_gguf(
     packed = PackedFolder(folder)
     packed.check(precision)
     try:
-        config = read_config(folder)
+        config = read_config(packed)
         shape = read_shape(packed, config)
     except UnsupportedError as error:
         raise OtaroError(f"{folder} cannot be exported: {error}") from error
