@@ -19,7 +19,7 @@ import common
 import torch
 from torch import Tensor, nn
 
-from otaro import convert
+from otaro import convert, ops
 from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.data import IGNORED
@@ -272,8 +272,6 @@ class Lab:
     @torch.no_grad()
     def release(self, format: Format) -> None:
         """Give the gradients of the E5M4 weights that the E5M3 tier's cells hold back to that tier."""
-        from otaro.ops import gpu
-
         held = {
             number: dict(layer.tiers["weight"])
             for number, layer in enumerate(self.layers)
@@ -281,6 +279,14 @@ class Lab:
         }
         narrow, wide = Precision.E5M3, Precision.E5M4
         weights = [self.layers[number].weight.detach() for number in held]
+        if self.device.type != "cuda":
+            for weight, of in zip(weights, held.values(), strict=True):
+                detached = [(width, of[width].detach()) for width in (narrow, wide)]
+                free, bound = (ops.fake_quantize(weight, wide, format, tiers) for tiers in (detached[1:], detached))
+                of[narrow].grad.addcmul_((free != bound).to(weight.dtype), of[wide].grad)
+            return
+        from otaro.ops import gpu
+
         if self.releasing is None:
             free, bound = ([torch.empty_like(w, dtype=self.half or w.dtype) for w in weights] for _ in range(2))
             tiers = [(width, [of[width].detach() for of in held.values()]) for width in (narrow, wide)]

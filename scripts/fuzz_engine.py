@@ -262,6 +262,7 @@ def run_folder(folder: Path, chance: random.Random) -> None:
     from otaro.engine.native import Session
     from otaro.errors import OtaroError
     from otaro.ops import cpu
+    from otaro.precision import Precision
 
     engine = Engine(
         folder,
@@ -270,7 +271,8 @@ def run_folder(folder: Path, chance: random.Random) -> None:
         context=chance.choice((None, *[MOST] * 8, 16, 16, 1, 0, 10**9)),
         progressive=chance.random() < 0.1,
     )
-    engine._session = Session(engine.weights.model, engine.context, isa=chance.choice(cpu.isas()))
+    cache = chance.choice((None, None, *Precision))
+    engine._session = Session(engine.weights.model, engine.context, isa=chance.choice(cpu.isas()), cache=cache)
     for _ in range(chance.choice((1, 1, 2, 3))):
         try:
             run_prompt(engine, chance)
@@ -297,8 +299,8 @@ def one_round(place: Path, seed: int, number: int) -> str:
     targets = spoil_folder(folder, chance)
     late = chance.random() < 0.1  # spoilt once more, after it was checked
 
-    def check(self: PackedFolder, precision: Any) -> None:
-        whole(self, precision)
+    def check(self: PackedFolder, *given: Any, **named: Any) -> None:
+        whole(self, *given, **named)
         if late:
             targets.update(spoil_folder(folder, chance))
 

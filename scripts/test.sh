@@ -23,7 +23,11 @@ pytest
 announce "native tests with AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set of this machine"
 # Reports go straight to the screen (--capture=sys): pytest could not show them any more.
 scripts/sanitized.sh address,undefined pytest --capture=sys tests/test_native.py tests/test_engine.py tests/test_engine_cache.py \
+    tests/test_engine_live.py \
     -k "not missing_library and not forked_child"
+
+announce "the engine without Python, still the same calls (tests/native/check.cpp)"
+c++ -std=c++17 -fsyntax-only -Icsrc tests/native/check.cpp
 
 announce "fuzz: spoilt packed folders and odd prompts, with the same library"
 scripts/sanitized.sh address,undefined python scripts/fuzz_engine.py --rounds 1000 --seconds 30

@@ -449,3 +449,16 @@ def test_headers_are_read_by_the_usual_library(packed: Path) -> None:
             for name in file.keys():  # noqa: SIM118
                 assert file.get_tensor(name).numel()
     assert os.access(packed / "config.json", os.R_OK)
+
+
+def test_version_0_is_read_and_stays_what_it_is(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Format(polarity=False, exponent_by_error=None)
+    with monkeypatch.context() as patched:
+        patched.setattr("otaro.checkpoint.VERSION", 0)
+        patched.setattr("otaro.checkpoint.writer.VERSION", 0)
+        otaro.pack(plain, tmp_path / "old", format=before)
+    assert otaro.verify(tmp_path / "old").version == 0
+    assert otaro.cut(tmp_path / "old", tmp_path / "cut", "E5M4").version == 0
+    otaro.pack(plain, tmp_path / "new", format=before)
+    old, new = (otaro.load(tmp_path / name).state_dict() for name in ("old", "new"))
+    assert all(torch.equal(old[name], new[name]) for name in new)

@@ -66,6 +66,17 @@ def test_from_a_folder_to_a_folder(
     assert before == after
 
 
+def test_the_closing_table_counts_what_tiers_learned(
+    tiny_llama: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tiny_llama, tmp_path / "tuned", *short(book, 6)) == 0
+    rows = {line.split()[1]: line.split() for line in capsys.readouterr().out.splitlines() if " E5M" in line}
+    for width in ("E5M8", "E5M4", "E5M3"):
+        assert "6" in rows[width]
+    last = json.loads((tmp_path / "tuned" / "tune.jsonl").read_text().splitlines()[-1])
+    assert last["tiers"].keys() == {"E5M4", "E5M3"}
+
+
 def test_early_stopping(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
     out = tmp_path / "tuned"
     watch = ("--eval-text", book, "--eval-windows", 2, "--save-steps", 3, "--early-stopping", 2)

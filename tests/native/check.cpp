@@ -138,8 +138,8 @@ struct Model {
 struct Session {
     otaro_session* handle = nullptr;
 
-    Session(const Model& model, int isa) {
-        require(otaro_session_create(model.handle, kContext, isa, &handle) == OTARO_OK, "session_create");
+    Session(const Model& model, int isa, int cache = 0) {
+        require(otaro_session_create(model.handle, kContext, cache, isa, &handle) == OTARO_OK, "session_create");
     }
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;

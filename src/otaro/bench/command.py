@@ -66,7 +66,7 @@ def bench(
     except UnsupportedError as error:
         raise OtaroError(f"{folder} cannot be measured: {error}") from error
     figures: dict[str, Any] = {
-        "folder": str(folder),
+        "folder": folder.resolve().name,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "rounds": rounds,

@@ -146,7 +146,7 @@ def measure(
         )
     speculation = []
     if engine.precision > NARROWEST and (folder / "tokenizer.json").exists():
-        engine = Engine(folder, engine.precision, threads=threads)
+        engine = Engine(folder, engine.precision, threads=threads, kv_cache=kv_cache)
         tokenizer = load_tokenizer(folder)
         speculation = measure_speculation(engine, tokenizer, new_tokens=new_tokens, rounds=rounds, progress=progress)
     return Figures(describe(engine.threads, bandwidth), rows, speculation)

@@ -150,7 +150,7 @@ def cut(folder: str | Path, out: str | Path, precision: Precision | str, progres
             index = packed.path / index_name(width)
             if index.is_file():
                 shutil.copyfile(index, partial / index.name)
-        kept = ("source", "clamped_groups")
+        kept = ("source", "clamped_groups", "version")
         described = {key: value for key, value in packed.described.items() if key in kept}
         first = packed.paths(NARROWEST)
         entry_point = first[0].name if len(first) == 1 else index_name(NARROWEST)

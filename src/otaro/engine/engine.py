@@ -67,6 +67,8 @@ class Engine:
         progressive: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        if threads is not None and threads < 1:
+            raise OtaroError(f"{threads} threads cannot run a model: use 1 or more, or leave the number out")
         self.threads = threads or usable_cores()
         self.kv_cache = parse_cache(kv_cache)
         """The width of keys and values; None is float16."""
@@ -82,6 +84,7 @@ class Engine:
         self._session = Session(self.weights.model, self.context, cache=self.kv_cache)
         self._held: list[int] = []
         self._text = threading.Lock()  # held while a text is run, between its tokens too
+        self._text_thread: int | None = None
         self._live = LiveWeights(self.weights)
         self.used = self.weights.precision
         """The width that the latest tokens were run at."""
@@ -158,8 +161,6 @@ class Engine:
         self._check_prompt(prompt, max_new_tokens)
         wanted, reading = self._widths(None, overrides), self._widths(prefill, overrides)
         drafting = None if draft is None else self._widths(draft)
-        for widths in filter(None, (wanted, reading, drafting)):
-            widths()  # an error now, not with the first token
         return self._tokens(
             list(prompt),
             max_new_tokens,
@@ -182,7 +183,10 @@ class Engine:
         end: frozenset[int],
         reuse: bool,
     ) -> Iterator[int]:
-        with self._text:
+        if not self._text.acquire(blocking=self._text_thread != threading.get_ident()):
+            raise OtaroError("a text is still being run in this thread: close its iterator before the next one")
+        try:
+            self._text_thread = threading.get_ident()
             logits = self._prefill(text, prefill, reuse)
             limit = len(text) + max_new_tokens
             fresh = [sampler.pick(logits, text)]
@@ -200,6 +204,9 @@ class Engine:
                     fresh = [sampler.pick(self.run(text[-1:], len(text) - 1, widths)[0], text)]
                 else:
                     fresh = self._speculate(text, sampler, widths, draft, repetition, room)
+        finally:
+            self._text_thread = None
+            self._text.release()
 
     def _prefill(self, text: list[int], widths: Widths, reuse: bool) -> Logits:
         """Run all of a prompt that is not held already; the last token's logits."""
@@ -260,12 +267,16 @@ class Engine:
     def _widths(
         self, precision: Precision | str | None, overrides: Mapping[str, Precision | str] | None = None
     ) -> Callable[[], bytes]:
-        """The widths of a precision, or of the one in use, when they are needed."""
+        """The widths of a precision, or of the one in use, when they are needed: an error now, and not then."""
         fixed = None if precision is None else Precision(precision)
+        named = {pattern: Precision(width) for pattern, width in (overrides or {}).items()}
+        for width in (*named.values(), *(() if fixed is None else (fixed,))):
+            self._live.check(width)
+        self.weights.widths(NARROWEST, dict.fromkeys(named, NARROWEST))
 
         def now() -> bytes:
-            self.used = self.precision if fixed is None else self._live.at(fixed)
-            return self.weights.widths(self.used, overrides)
+            self.used = self._live.at(fixed or self.precision)
+            return self.weights.widths(self.used, {pattern: self._live.at(width) for pattern, width in named.items()})
 
         return now
 

@@ -39,13 +39,17 @@ class LiveWeights:
     @precision.setter
     def precision(self, width: Precision) -> None:
         with self.running:
-            self.weights.widths(self.at(width))
+            self.check(width)
             self._goal = width
 
+    def check(self, width: Precision) -> None:
+        """An error if a width is neither there nor was to come."""
+        if width > self._limit:
+            self.weights.widths(width)
+
     def at(self, width: Precision) -> Precision:
-        """A width asked for, or while its planes are still coming the widest that is there."""
-        coming = self._loader is not None and self._loader.is_alive() and width <= self._limit
-        return min(width, self.weights.precision) if coming else width
+        """A width asked for, or where its planes are still to come or were dropped since the widest that is there."""
+        return min(width, self.weights.precision)
 
     def drop_to(self, width: Precision) -> None:
         """Free the planes above a width, and let none of them come any more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.trainer = trainer
         self.width: Precision | None = None
         self.loss = 0.0
+        self.tier_losses: dict[str, float] = {}
         self._learning_rate = 0.0
         self._stop = False
 
@@ -67,6 +68,7 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     ) -> None:
         losses, self._stop = self.trainer.take_update_losses()
         self.loss = losses[self.width]
+        self.tier_losses = {str(width): loss for width, loss in losses.items() if width != self.width}
         for width, loss in losses.items():
             if not math.isfinite(loss):
                 raise diverged(f"the loss became {loss}", state.global_step + 1, width)
@@ -88,6 +90,7 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "step": state.global_step,
                 "width": width_name(self.width),
                 "loss": self.loss,
+                **({"tiers": self.tier_losses} if self.tier_losses else {}),
                 "held": 0 if delayed is None else delayed.held,
                 "learning_rate": self._learning_rate,
             }
@@ -168,3 +171,12 @@ def cut_log(path: FilePath, step: int) -> None:
 def read_log(path: FilePath) -> list[dict[str, Any]]:
     """All lines of a log, each one update."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def losses_by_width(log: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """For each width of a log its losses with the numbers of their updates; tiers have one in every update."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for entry in log:
+        for name, loss in {entry["width"]: entry["loss"], **entry.get("tiers", {})}.items():
+            found.setdefault(name, []).append((entry["step"], loss))
+    return found

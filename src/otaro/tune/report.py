@@ -13,7 +13,7 @@ from torch import Tensor
 
 from otaro.evaluate.perplexity import perplexity
 from otaro.precision import Precision
-from otaro.tune.callbacks import Progress
+from otaro.tune.callbacks import Progress, losses_by_width
 from otaro.tune.trainer import OtaroTrainer
 
 Perplexities = dict[str, float]
@@ -43,11 +43,12 @@ def table(before: Perplexities, after: Perplexities, log: Sequence[dict[str, Any
         result.add_column(f"perplexity {name}", justify="right")
     result.add_column("batches", justify="right")
     result.add_column("last loss", justify="right")
-    names = [str(width) for width in Precision if str(width) in after or any(e["width"] == str(width) for e in log)]
-    if any(entry["width"] == "full" for entry in log):
+    taken = losses_by_width(log)
+    names = [str(width) for width in Precision if str(width) in after or str(width) in taken]
+    if "full" in taken:
         names.append("full")
     for name in names:
-        losses = [entry["loss"] for entry in log if entry["width"] == name]
+        losses = [loss for _, loss in taken.get(name, ())]
         figures = [_figure(values.get(name)) for values in (before, after)] if measured else []
         result.add_row(name, *figures, str(len(losses)), f"{losses[-1]:.3f}" if losses else "")
     return result
@@ -72,13 +73,12 @@ def write_plot(log: Sequence[dict[str, Any]], path: Path) -> bool:
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     widths, losses = figure.subplots(2, 1, sharex=True)
-    names = [*(str(width) for width in reversed(Precision)), "full"]
-    names = [name for name in names if any(entry["width"] == name for entry in log)]
+    taken = losses_by_width(log)
+    names = [name for name in (*(str(width) for width in reversed(Precision)), "full") if name in taken]
     for row, name in enumerate(names):
-        entries = [entry for entry in log if entry["width"] == name]
-        steps = [entry["step"] for entry in entries]
+        steps, values = zip(*taken[name], strict=True)
         widths.plot(steps, [row] * len(steps), "|", markersize=9, color=f"C{row}")
-        losses.plot(steps, [entry["loss"] for entry in entries], linewidth=1, color=f"C{row}", label=name)
+        losses.plot(steps, values, linewidth=1, color=f"C{row}", label=name)
     widths.set_yticks(range(len(names)), names)
     widths.set_ylabel("width of the update")
     losses.set_ylabel("loss")
