@@ -17,8 +17,9 @@ announce "clang-format --dry-run --Werror"
 find csrc tests/native -type f \( -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) -print0 |
     xargs -0 clang-format --dry-run --Werror
 
-announce "pytest"
-pytest
+announce "pytest, two tests at a time"
+# One thread each: two processes of two threads would wait for each other most of the time.
+OMP_NUM_THREADS=1 pytest --numprocesses 2 --dist worksteal
 
 announce "native tests with AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set of this machine"
 # Reports go straight to the screen (--capture=sys): pytest could not show them any more.

@@ -73,6 +73,12 @@ def quantize_backend(device: torch.device) -> ModuleType:
     return _backend(device)
 
 
+def codec(device: torch.device) -> tuple[ModuleType, ModuleType]:
+    """The modules that quantise with any number of tiers and that encode on a device."""
+    native = _backend(device) is cpu
+    return (cpu, cpu) if native else (reference, sefp)
+
+
 def backends() -> list[tuple[str, str, str]]:
     """For each op and kind of device: (op, backend, why)."""
     module, reason = _cpu_backend(os.environ.get("OTARO_BACKEND", "auto"))

@@ -29,7 +29,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from otaro import sefp
+from otaro import ops, sefp
 from otaro.errors import OtaroError
 from otaro.nn import FakeSefp
 from otaro.precision import WIDEST, Precision
@@ -184,22 +184,32 @@ def without_tiers(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def settle(weight: Tensor, format: Format, tiers: Tiers) -> tuple[Tensor, int]:
     """Weights with the codes of the tiers at every width, and the number of groups where none were found."""
-    own = weight
-    result = weight
+    backend, codec = ops.codec(weight.device)
+    columns = weight.shape[-1]
+    weights, result = weight.reshape(-1, columns), weight.clone().view(-1, columns)
+    theirs = [(width, tier.reshape(-1, columns)) for width, tier in tiers]
+    rows = torch.arange(len(weights), device=weight.device)  # those still to be settled, soon a few
+    moved = rows
     for _ in range(ROUNDS):
+        own = weights[rows]
         # What a group's exponent is must follow from the result, since that is all the packer will see.
-        codes = sefp.encode_unchecked(result, WIDEST, format, [*tiers, (WIDEST, own)])
-        wanted = sefp.decode(codes)
+        held, found = [(width, tier[rows]) for width, tier in theirs], result[rows]
+        wanted, alone = (backend.quantize(found, WIDEST, format, [*given, (WIDEST, own)]) for given in (held, ()))
+        before = codec.encode(found, WIDEST, format)
         # A weight beyond the range has the outermost code without lying in its cell.
-        near = sefp.in_groups((own - wanted).abs(), format.group_size) <= sefp.step(codes.exponent, WIDEST)[..., None]
-        near = near.flatten(-2)[..., : own.shape[-1]]
-        kept = near & (sefp.encode_like(own, codes) == codes.code)
-        result = torch.where(kept, own, wanted.to(own.dtype))
-        again = sefp.encode_unchecked(result, WIDEST, format)
-        moved = in_any_group(again.code != codes.code, format) | (again.exponent != codes.exponent)
-        if not bool(moved.any()):
-            return result, 0
-    return result, int(moved.sum())
+        near = sefp.in_groups((own - wanted).abs(), format.group_size) <= sefp.step(before.exponent, WIDEST)[..., None]
+        near = near.flatten(-2)[..., :columns]
+        settled = torch.where(near & (wanted == alone), own, wanted)
+        result[rows] = settled
+        moved = in_any_group(backend.quantize(settled, WIDEST, format) != wanted, format)
+        after = codec.encode(settled, WIDEST, format)
+        moved |= after.exponent != before.exponent
+        if format.polarity:
+            moved |= after.polarity != before.polarity
+        rows = rows[moved.any(-1)]
+        if not len(rows):
+            break
+    return result.view_as(weight), int(moved.sum()) if len(rows) else 0
 
 
 def in_any_group(marked: Tensor, format: Format) -> Tensor:
