@@ -46,7 +46,9 @@ def test_every_width_is_a_prefix(format: Format) -> None:
 def test_the_narrowest_tier_is_free_and_wider_ones_are_nearest_within_its_cell(format: Format) -> None:
     weight, tiers = tiered()
     codes = sefp.encode_unchecked(weight, M8, format, tiers)
-    narrow, wide, own = (sefp.encode_like(tensor, codes) for tensor in (tiers[0][1], tiers[1][1], weight))
+    narrow, wide, own = (
+        sefp.encode_unchecked(weight, M8, format, [(M8, tensor)]).code for tensor in (tiers[0][1], tiers[1][1], weight)
+    )
     assert torch.equal(codes.code >> 5, narrow >> 5)
     # Of the codes in the narrower cell the one nearest to the tier's own, found by trying all.
     cell = (narrow >> 5)[..., None] * 2 + torch.arange(2)

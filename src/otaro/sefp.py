@@ -195,14 +195,6 @@ def encode_unchecked(weight: Tensor, precision: Precision, format: Format, tiers
     )
 
 
-def encode_like(weight: Tensor, codes: Codes) -> Tensor:
-    """The E5M8 codes that a weight has with the exponents and polarities of others (``nested`` only)."""
-    grouped = in_groups(weight.float(), codes.format.group_size)
-    if codes.polarity is not None:
-        grouped = torch.where(codes.polarity[..., None], -grouped, grouped)
-    return _out_of_groups(_nested_code(grouped, codes.exponent, codes.format), weight.shape[-1])
-
-
 def truncate(codes: Codes, precision: Precision) -> Codes:
     """Codes at a narrower width: the mantissa bits on the right are cut off (``nearest`` rounds them away)."""
     if precision > codes.precision:

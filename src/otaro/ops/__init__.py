@@ -127,9 +127,9 @@ def fake_quantize(weight: Tensor, precision: Precision, format: Format, tiers: T
     With `tiers` they go to the tensor that decides that width's last bit.
     """
     if format.scheme == "nearest" and precision < WIDEST:
-        codec = cpu if _backend(weight.device) is cpu else sefp
-        codes = codec.truncate(codec.encode(weight.detach(), WIDEST, format), precision)
-        return straight_through(weight, codec.decode(codes, weight.dtype))
+        _, encoder = codec(weight.device)
+        codes = encoder.truncate(encoder.encode(weight.detach(), WIDEST, format), precision)
+        return straight_through(weight, encoder.decode(codes, weight.dtype))
     return _quantize(weight, precision, format, tiers)
 
 
