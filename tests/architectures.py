@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+import otaro
+from otaro.sefp import Format
 
 VOCABULARY = 99
 SMALL: dict[str, Any] = {
@@ -61,3 +65,15 @@ def random_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 def some_ids() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(3))
+
+
+def packed_model(config: PreTrainedConfig, folder: Path, format: Format = Format()) -> Path:
+    """A random model in a packed folder, its norms and biases not what they begin with."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder / "model")
+    otaro.pack(folder / "model", folder / "packed", format=format)
+    return folder / "packed"

@@ -15,7 +15,7 @@ import architectures
 import numpy
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 import otaro
 from otaro import ops
@@ -122,20 +122,9 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def packed_model(config: PreTrainedConfig, folder: Path, format: Format = Format()) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder / "model")
-    otaro.pack(folder / "model", folder / "packed", format=format)
-    return folder / "packed"
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_agree_with_the_reference_at_every_width(name: str, tmp_path: Path) -> None:
-    folder = packed_model(MODELS[name](), tmp_path, Format(polarity=name == "qwen3"))
+    folder = architectures.packed_model(MODELS[name](), tmp_path, Format(polarity=name == "qwen3"))
     engine, model = Engine(folder, threads=2), otaro.load(folder)
     ids = architectures.some_ids()[0].tolist() * 3
     sessions = [Session(engine.weights.model, len(ids), isa=isa) for isa in cpu.isas()]
@@ -151,7 +140,7 @@ def test_logits_agree_with_the_reference_at_every_width(name: str, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return packed_model(MODELS["qwen3"](), tmp_path_factory.mktemp("engine"))
+    return architectures.packed_model(MODELS["qwen3"](), tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture(scope="module")
@@ -356,11 +345,11 @@ def test_what_cannot_be_run_is_said(engine: Engine, prompt: list[int], options: 
 
 def test_other_architectures_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="gemma"):
-        Engine(packed_model(architectures.config("gemma"), tmp_path))
+        Engine(architectures.packed_model(architectures.config("gemma"), tmp_path))
     nearest = tmp_path / "nearest"
     nearest.mkdir()
     with pytest.raises(UnsupportedError, match="nearest"):
-        Engine(packed_model(architectures.config("llama"), nearest, Format("nearest")))
+        Engine(architectures.packed_model(architectures.config("llama"), nearest, Format("nearest")))
 
 
 @pytest.mark.parametrize(

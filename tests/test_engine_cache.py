@@ -9,7 +9,7 @@ import architectures
 import numpy
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import DynamicCache
 
 import otaro
 from otaro import sefp
@@ -56,17 +56,6 @@ class RoundedCache(DynamicCache):
         return super().update(keys, values, *rest, **named)
 
 
-def packed(config: PreTrainedConfig, folder: Path) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder / "model")
-    otaro.pack(folder / "model", folder / "packed")
-    return folder / "packed"
-
-
 @pytest.fixture(scope="module", params=["wide heads", "grouped queries with a window"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 80 dimensions, that is of two groups, and heads of 12 that share keys and see 9 positions."""
@@ -77,7 +66,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     else:
         config = architectures.config("mistral")
         config.sliding_window = 9
-    return packed(config, tmp_path_factory.mktemp("cache"))
+    return architectures.packed_model(config, tmp_path_factory.mktemp("cache"))
 
 
 def test_logits_agree_with_an_emulation(folder: Path) -> None:
