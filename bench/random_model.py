@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 import otaro
 
@@ -36,11 +39,22 @@ CONFIG = LlamaConfig(
 )
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token, and "th": llama.cpp loads no byte-level tokenizer without a merge."""
+    letters = {letter: number for number, letter in enumerate([*sorted(ByteLevel.alphabet()), "th"])}
+    tokenizer = Tokenizer(BPE(letters, [("t", "h")]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", bos_token="<|end|>")
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
     otaro.pack(folder / "model", folder / "packed")
 
 

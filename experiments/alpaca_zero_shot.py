@@ -8,13 +8,16 @@
 
 `prepare` and `report` need the tokenizer and lm-eval, `run` needs a GPU and neither (`run --quick` is for a CPU: few
 updates, few requests). Before tuning and after `fp16` and `tiers` every width is scored; each run of one width at its
-own. Scores are written after every run, so a run that is cut off keeps what it had.
+own. Scores are written after every run, so a run that is cut off keeps what it had. The last twentieth of Alpaca is
+held back, and the perplexity of its answers measured beside the tasks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,8 @@ from recipe_search import REFINED5, chosen, fixed
 from zero_shot_score import batches, score
 
 from otaro.precision import Precision
+from otaro.tune.data import IGNORED
 
-RATE = 1e-4
 NAMES = [str(precision) for precision in Precision]
 
 
@@ -46,15 +49,15 @@ def prepare(arguments: argparse.Namespace) -> None:
     print(f"{len(ids)} blocks, {int((labels >= 0).sum())} of {ids.size} tokens learned")
 
 
-def ideas() -> dict[str, tuple[Idea | None, list[str]]]:
+def ideas(rate: float) -> dict[str, tuple[Idea | None, list[str]]]:
     """The runs, and the widths each is scored at."""
     alone = {
-        f"fixed:{width}": (Idea(fixed(width), RATE, format=REFINED5), [str(width)]) for width in reversed(Precision)
+        f"fixed:{width}": (Idea(fixed(width), rate, format=REFINED5), [str(width)]) for width in reversed(Precision)
     }
     return {
         "before tuning": (None, [*NAMES, "full"]),
-        "fp16": (Idea(fixed(None), RATE, format=REFINED5), [*NAMES, "full"]),
-        "tiers": (chosen(RATE), [*NAMES, "full"]),
+        "fp16": (Idea(fixed(None), rate, format=REFINED5), [*NAMES, "full"]),
+        "tiers": (chosen(rate), [*NAMES, "full"]),
         **alone,
     }
 
@@ -63,32 +66,44 @@ def run(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     alpaca = np.load(arguments.alpaca)
     blocks = torch.from_numpy(alpaca["ids"].astype(np.int64)).to(device)
-    targets = torch.where(torch.from_numpy(alpaca["learned"]).to(device), blocks, -100)
+    targets = torch.where(torch.from_numpy(alpaca["learned"]).to(device), blocks, IGNORED)
     requests = dict(np.load(arguments.requests))
     if arguments.quick:
         arguments.steps, arguments.batch = 2, 2
         requests["continuations"] = requests["continuations"][:20]
+        blocks, targets = blocks[:20], targets[:20]
+    held, aims = blocks[-len(blocks) // 20 :], targets[-len(blocks) // 20 :]
+    blocks, targets = blocks[: -len(held)], targets[: -len(held)]
     prepared = list(batches(requests, 65536 if device.type == "cuda" else 2048))
     lab = Lab(arguments.model, device, compiled=device.type == "cuda")
     scores: dict[str, Any] = {"machine": json.dumps(common.machine()), "settings": json.dumps(vars(arguments))}
-    for name, (idea, widths) in ideas().items():
+    for name, (idea, widths) in ideas(arguments.learning_rate).items():
+        if arguments.only and name not in arguments.only.split(","):
+            continue
         if idea is None:
             lab.reset(REFINED5)
             took = {"seconds": 0.0}
         else:
             took = lab.tune(idea, blocks, arguments.steps, arguments.batch, arguments.seed, targets)
         scores[f"{name}|seconds"] = took["seconds"]
-        lab.model.eval()
-        for width in widths:
-            lab.use(None if width == "full" else Precision(width), lab.measured, REFINED5)
-            # Shapes vary with every batch: compiled layers would be compiled again and again.
-            with torch.compiler.set_stance("force_eager"):
-                likelihoods, greedy = score(lab.model, requests, prepared=prepared, autocast=lab.half)
+        precisions = [None if width == "full" else Precision(width) for width in widths]
+        found = lab.perplexity(held.flatten(), precisions, REFINED5, arguments.length, 64, aims.flatten())
+        print(name, {width: round(value, 3) for width, value in found.items()}, flush=True)
+        for width, precision in zip(widths, precisions, strict=True):
+            started = time.perf_counter()
+            scores[f"{name}|{width}|perplexity"] = found[width]
+            if arguments.perplexity_only:
+                continue
+            lab.use(precision, lab.measured, REFINED5)
+            likelihoods, greedy = score(
+                lab.model, requests, prepared=prepared, autocast=lab.half, hidden=partial(lab.hidden, any_shape=True)
+            )
             scores[f"{name}|{width}|likelihoods"], scores[f"{name}|{width}|greedy"] = likelihoods, greedy
-            print(name, width, f"{took['seconds']:.1f} s", float(likelihoods.mean()), flush=True)
-        partial = Path(arguments.out).with_suffix(".partial.npz")
-        np.savez_compressed(partial, **scores)
-        partial.replace(arguments.out)
+            seconds = time.perf_counter() - started
+            print(name, width, f"{took['seconds']:.1f} + {seconds:.1f} s", float(likelihoods.mean()), flush=True)
+        unfinished = Path(arguments.out).with_suffix(".partial.npz")
+        np.savez_compressed(unfinished, **scores)
+        unfinished.replace(arguments.out)
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -104,6 +119,7 @@ def report(arguments: argparse.Namespace) -> None:
         if key.endswith("|likelihoods"):
             name, width, _ = key.split("|")
             figures = metrics(tasks, requests, scores[key], scores[f"{name}|{width}|greedy"])
+            figures["perplexity"] = float(scores[f"{name}|{width}|perplexity"])
             result["runs"].setdefault(name, {})[width] = figures
     # The paper's row of fixed precision takes each width from the run made for it.
     result["runs"]["fixed"] = {
@@ -159,6 +175,9 @@ def main() -> None:
     parser.add_argument("--out", help="where prepare and run write")
     parser.add_argument("--json", help="write the figures there")
     parser.add_argument("--plot", help="draw them there")
+    parser.add_argument("--only", help="these runs only, with commas between")
+    parser.add_argument("--perplexity-only", action="store_true", help="leave the tasks out")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)

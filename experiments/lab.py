@@ -119,27 +119,36 @@ class Lab:
         self.releasing: Any = None
         self.widths_of_tiers = tiers
 
-    def use(self, width: Precision | None, refresh: Refresher, format: Format) -> None:
-        """Compute at a width of a format from now on."""
+    def use(self, width: Precision | None, refresh: Refresher, format: Format, *, again: bool = False) -> None:
+        """Compute at a width of a format from now on; `again`: the weights have not changed since."""
         for layer in self.layers:
             layer.precision = width
             layer.format = format
-        refresh()
+        refresh(again=again)
 
-    def _score(self, hidden: Tensor, ids: Tensor) -> Tensor:
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _score(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self.model.lm_head(hidden[:, :-1]).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
 
-    def hidden(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, *, any_shape: bool = False) -> Tensor:
         """The last hidden states of a Llama-like model, layer by layer.
 
         The model's own forward builds an explicit attention mask while a CUDA graph is captured, and is slower with it.
+        `any_shape` is for batches of many shapes, which one compiled graph then serves.
         """
         inner = self.model.model
         hidden = inner.embed_tokens(ids)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         rotary = inner.rotary_emb(hidden, position_ids=positions)
         for layer in inner.layers:
+            if any_shape:
+                torch._dynamo.maybe_mark_dynamic(hidden, (0, 1))
+                for each in (positions, *rotary):
+                    torch._dynamo.maybe_mark_dynamic(each, 1)
             hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
         return inner.norm(hidden)
 
@@ -199,8 +208,8 @@ class Lab:
         losses: dict[Any, Tensor] = {}
         held: list[Tensor] | None = None
         reference = torch.zeros(())
-        for step in plan:
-            self.use(step.width, self.trained, format)
+        for number, step in enumerate(plan):
+            self.use(step.width, self.trained, format, again=number > 0)
             part, aims = ids[step.part], targets[step.part]
             teacher = taught[step.part] if step.teacher and taught is not None else None
             if self.captured:
@@ -246,8 +255,10 @@ class Lab:
     def mix(self, mixed: Sequence[tuple[Precision, Precision, float]]) -> None:
         """Pass gradients from tier to tier; every share is of what a tier had from its own passes."""
         gradients = self._tier_gradients()
+        changed = {target for _, target, _ in mixed}
         own = {
-            width: {n: g.clone() for n, g in gradients[width].items()} for width in {source for source, _, _ in mixed}
+            width: {n: g.clone() if width in changed else g for n, g in gradients[width].items()}
+            for width in {source for source, _, _ in mixed}
         }
         for source, target, share in mixed:
             both = sorted(own[source].keys() & gradients[target].keys())
@@ -305,7 +316,7 @@ class Lab:
     def tune(
         self, idea: Idea, blocks: Tensor, steps: int, batch: int, seed: int, targets: Tensor | None = None
     ) -> dict[str, Any]:
-        """Tune from the start; returns how often each width was passed and what it took.
+        """Tune from the start; returns how often each width was passed and what it took, in all and an update.
 
         `targets` are the labels of the blocks where these are not all to be learned.
         """
@@ -331,8 +342,13 @@ class Lab:
         count = 0
         losses: dict[Precision | None, float] = {}
         widths: dict[str, int] = {}
-        started = time.perf_counter()
+        started = settled = time.perf_counter()
+        first = min(20, steps - 1)
         for number in range(steps):
+            if number == first:
+                # Compiling and capturing are over.
+                self.wait()
+                settled = time.perf_counter()
             warm = min(1.0, (number + 1) / max(1.0, idea.warm_up * steps))
             faded = 0.5 * (1 + math.cos(math.pi * number / steps)) if idea.schedule == "cosine" else 1.0
             if idea.schedule == "linear":
@@ -350,10 +366,12 @@ class Lab:
                 measured, taught = self.passes(ids, aims, part, idea.format, idea.normalise, taught)
                 if idea.needs_losses:
                     losses.update({width: float(loss) for width, loss in measured.items()})
-                if idea.released:
+                if idea.released and len(plan) > 1:
                     self.release(idea.format)
                 if idea.mixed:
-                    self.mix(idea.mixed)
+                    # Tiers without a pass of their own go with the weight itself.
+                    alone = [(source, target, 1.0) for source, target, _ in idea.mixed]
+                    self.mix(idea.mixed if len(plan) > 1 else alone)
                 if idea.clip:
                     nn.utils.clip_grad_norm_(parameters, idea.clip)
                 if isinstance(optimizer, DelayedOptimizer):
@@ -373,9 +391,13 @@ class Lab:
         if averaged is not None:
             with torch.no_grad():
                 torch._foreach_copy_(parameters, averaged)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        result: dict[str, Any] = {"seconds": time.perf_counter() - started, "passes": widths}
+        self.wait()
+        ended = time.perf_counter()
+        result: dict[str, Any] = {
+            "seconds": ended - started,
+            "step_seconds": (ended - settled) / (steps - first),
+            "passes": widths,
+        }
         if idea.tiers:
             self.use(None, self.trained, idea.format)
             result["unsettled_groups"] = settle_model(self.model)
@@ -383,17 +405,27 @@ class Lab:
 
     @torch.no_grad()
     def perplexity(
-        self, tokens: Tensor, widths: Sequence[Precision | None], format: Format, window: int = 2048, batch: int = 16
+        self,
+        tokens: Tensor,
+        widths: Sequence[Precision | None],
+        format: Format,
+        window: int = 2048,
+        batch: int = 16,
+        targets: Tensor | None = None,
     ) -> dict[str, float]:
-        """Perplexity at widths, as `common.perplexity`, in float32 (on a GPU TF32, which holds every SEFP value)."""
+        """Perplexity at widths, as `common.perplexity`, in float32 (on a GPU TF32, which holds every SEFP value).
+
+        `targets` are the tokens, with IGNORED where a prediction does not count.
+        """
         self.model.eval()
         windows = tokens[: len(tokens) // window * window].view(-1, window)
+        wanted = windows if targets is None else targets[: windows.numel()].view(-1, window)
+        count = int((wanted[:, 1:] != IGNORED).sum())
         result = {}
         for width in widths:
             self.use(width, self.measured, format)
             total = torch.zeros((), dtype=torch.float64, device=self.device)
-            for chunk in windows.split(batch):
-                hidden = self.hidden(chunk)
-                total += self.score(hidden, chunk).double()
-            result["full" if width is None else str(width)] = math.exp(float(total) / (len(windows) * (window - 1)))
+            for chunk, aims in zip(windows.split(batch), wanted.split(batch), strict=True):
+                total += self.score(self.hidden(chunk), aims).double()
+            result["full" if width is None else str(width)] = math.exp(float(total) / count)
         return result

@@ -105,19 +105,31 @@ def shares(high: int, middle: int, low: int, *, teacher: float = 0.5) -> Any:
     return plan
 
 
-def turns(high: Any = M8, *, teacher: float = 0.5) -> Any:
-    """A high width and, in turns, E5M4 and E5M3, each on the whole batch."""
+def turns(high: Any = M8, *, teacher: float = 0.5, blocks: int | None = None) -> Any:
+    """A high width and, in turns, E5M4 and E5M3, each on the whole batch or on its first blocks."""
 
     def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
-        return [Pass(high), Pass((M4, M3)[number % 2], labels=1 - teacher, teacher=teacher)]
+        part = slice(0, blocks)
+        return [Pass(high), Pass((M4, M3)[number % 2], labels=1 - teacher, teacher=teacher, part=part)]
 
     return plan
+
+
+def later(start: float, plan: Any) -> Any:
+    """E5M8 alone for a share of the updates, then a plan."""
+
+    def both(number: int, steps: int, losses: Any) -> Sequence[Pass]:
+        found: Sequence[Pass] = [Pass(M8)] if number < start * steps else plan(number, steps, losses)
+        return found
+
+    return both
 
 
 LOW = {M5: 0.1, M4: 0.35, M3: 0.55}
 REFINED4 = Format(exponent_by_error=M4)
 REFINED5 = Format()
 TIERS = (M3, M4)
+SHARED = ((M8, M4, 0.5), (M8, M3, 0.15))
 UNIFORM = dict.fromkeys(Precision, 1.0)
 
 
@@ -125,9 +137,13 @@ def tiers(plan: Any = None, learning_rate: float = 3e-4, **options: Any) -> Idea
     return Idea(plan or split(teacher=0.5), learning_rate, format=REFINED5, tiers=TIERS, **options)
 
 
+def late(plan: Any, **options: Any) -> Idea:
+    return tiers(plan, released=True, mixed=SHARED, **options)
+
+
 def chosen(learning_rate: float = 3e-4) -> Idea:
     """What came out of the rounds."""
-    return tiers(split(teacher=0.75), learning_rate, released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15)))
+    return tiers(split(teacher=0.75), learning_rate, released=True, mixed=SHARED)
 
 
 def ideas(only: str) -> dict[str, Idea]:
@@ -228,12 +244,31 @@ def ideas(only: str) -> dict[str, Idea]:
         "7": {
             "tiers, released, carried M4 0.5 M3 0.25": tiers(released=True, carried=((M4, 0.5), (M3, 0.25))),
             "tiers, released, carried M4 1 M3 0.5": tiers(released=True, carried=((M4, 1.0), (M3, 0.5))),
-            "best": tiers(released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
-            "best, 3/4 teacher": tiers(split(teacher=0.75), released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
-            "best, 9 and 7": tiers(shares(16, 9, 7), released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
-            "best, 12, 9 and 7": tiers(shares(12, 9, 7), released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
-            "best, average of the last 0.3": tiers(released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15)), average=0.3),
-            "best, 2e-4": tiers(learning_rate=2e-4, released=True, mixed=((M8, M4, 0.5), (M8, M3, 0.15))),
+            "best": tiers(released=True, mixed=SHARED),
+            "best, 3/4 teacher": tiers(split(teacher=0.75), released=True, mixed=SHARED),
+            "best, 9 and 7": tiers(shares(16, 9, 7), released=True, mixed=SHARED),
+            "best, 12, 9 and 7": tiers(shares(12, 9, 7), released=True, mixed=SHARED),
+            "best, average of the last 0.3": tiers(released=True, mixed=SHARED, average=0.3),
+            "best, 2e-4": tiers(learning_rate=2e-4, released=True, mixed=SHARED),
+        },
+        # 400 updates, and cheaper.
+        "8": {
+            "best, 3/4 teacher, not released": tiers(split(teacher=0.75), mixed=SHARED),
+            "best, 3/4 teacher": tiers(split(teacher=0.75), released=True, mixed=SHARED),
+            "3/4 teacher, in turns on 12": tiers(turns(teacher=0.75, blocks=12), mixed=SHARED),
+            "3/4 teacher, 12, 6 and 6": tiers(shares(12, 6, 6, teacher=0.75), mixed=SHARED),
+            "3/4 teacher, in turns on 14": tiers(turns(teacher=0.75, blocks=14), mixed=SHARED),
+            "3/4 teacher, 14, 6 and 6": tiers(shares(14, 6, 6, teacher=0.75), mixed=SHARED),
+            "bps": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True),
+            "otaro, sum": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True, delay=10, delay_apply="sum"),
+            "otaro, mean": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True, delay=10, delay_apply="mean"),
+        },
+        # 400 updates; the low widths later, and on more blocks then.
+        "9": {
+            "later 0.4, 10 and 10": late(later(0.4, shares(16, 10, 10, teacher=0.75))),
+            "later 0.5, 12 and 12": late(later(0.5, shares(16, 12, 12, teacher=0.75))),
+            "later 0.3, 8 and 8": late(later(0.3, split(teacher=0.75))),
+            "E5M5 as the high width": tiers(split(M5, teacher=0.75), released=True, mixed=SHARED),
         },
     }
     return rounds[only]
@@ -261,7 +296,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         row["valid"] = lab.perplexity(valid, [M8, M5, M4, M3], idea.format, window)
         row["valid_seconds"] = time.perf_counter() - started
         print(name, {key: round(value, 3) for key, value in row["valid"].items()}, end=" ")
-        print(f"{row['seconds']:.1f} s, {row['valid_seconds']:.1f} s", flush=True)
+        print(f"{row['seconds']:.1f} s, {1e3 * row['step_seconds']:.1f} ms an update", flush=True)
         result["rows"][name] = row
         if arguments.json:
             common.write_json(Path(arguments.json), result)

@@ -118,12 +118,12 @@ def means(result: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"\n| run | {' | '.join(name.removeprefix('E5') for name in NAMES)} | seconds |")
+    print(f"\n| run | {' | '.join(name.removeprefix('E5') for name in NAMES)} | ms an update |")
     print("|---" * (len(NAMES) + 2) + "|")
     for name, row in means(result).items():
         cells = [f"{mean:.2f} ± {spread:.2f}" if spread else f"{mean:.2f}" for mean, spread in row.values()]
-        seconds = [run["seconds"] for run in result["runs"][name] if "seconds" in run]
-        print(f"| {name} | {' | '.join(cells)} | {statistics.median(seconds) if seconds else 0:.1f} |")
+        seconds = [run["step_seconds"] for run in result["runs"][name] if "step_seconds" in run]
+        print(f"| {name} | {' | '.join(cells)} | {1e3 * statistics.median(seconds) if seconds else 0:.1f} |")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -47,6 +47,18 @@ for format in FORMATS:
                 expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, tiers))
                 assert torch.equal(bits(result), bits(expected)), (format, precision)
                 compared += 1
+        second = torch.empty_like(weight)
+        tiers = [(width, [tier, tier.flip(0)]) for width, tier in both]
+        batch = gpu.prepare([weight, weight.flip(0)], [result, second], format.group_size, tiers)
+        gpu.run(batch, Precision.E5M8, format)
+        for precision in (Precision.E5M3, Precision.E5M4, Precision.E5M8):
+            result.fill_(float("nan"))
+            second.fill_(float("nan"))
+            gpu.run(batch, precision, format, again=True)
+            expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, both))
+            for found in (result, second.flip(0)):
+                assert torch.equal(bits(found), bits(expected)), (format, precision)
+                compared += 1
 nearest = sefp.Format("nearest")
 weight = hard_weight(70, torch.float32)
 result = torch.empty_like(weight)
@@ -68,4 +80,4 @@ def test_every_format_in_the_interpreter() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False, timeout=600
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == 28 * 2 * 3 * 2 + 20 * 6 + 6
+    assert int(run.stdout) == 28 * 2 * 3 * 2 + 20 * (6 + 6) + 6

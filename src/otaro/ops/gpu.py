@@ -10,6 +10,7 @@ Same results as :mod:`otaro.sefp`, bit for bit: scales are built from exponent b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,12 +48,21 @@ def _within(code, narrower, dropped):
 @triton.jit
 def _squared_error(weight, own, field, candidate, low, by_error):
     target = tl.floor(weight * _power_of_two(30 - field)[:, None])
-    target = tl.minimum(tl.maximum(target, -1048576.0), 1048576.0).to(tl.int64)
+    target = tl.minimum(tl.maximum(target, -1048576.0), 1048576.0).to(tl.int32)
     code = _nested_code(weight, candidate, low) >> (8 - by_error)
-    value = (2 * code + 1 - (17 << (by_error - 3))).to(tl.int64) << (15 - by_error)
-    value = value >> (field - candidate).to(tl.int64)[:, None]
-    error = tl.where(own, target - value, 0)
+    value = (2 * code + 1 - (17 << (by_error - 3))) << (15 - by_error)
+    value = value >> (field - candidate)[:, None]
+    # Under 2^21, so that its square needs 64 bits and nothing before it.
+    error = tl.where(own, target - value, 0).to(tl.int64)
     return tl.sum(error * error, axis=1)
+
+
+@triton.jit
+def _loaded(address, offset, own, negated, polarity: tl.constexpr, source_type: tl.constexpr):
+    values = tl.load(address.to(tl.pointer_type(source_type)) + offset, mask=own, other=0.0).to(tl.float32)
+    if polarity:
+        values = tl.where(negated[:, None], -values, values)
+    return values
 
 
 @triton.jit
@@ -63,6 +73,8 @@ def _quantize_kernel(
     wide_tiers,
     all_columns,
     all_groups,
+    first_groups,
+    fields,
     block_tensor,
     block_start,
     mantissa,
@@ -73,6 +85,7 @@ def _quantize_kernel(
     sliced: tl.constexpr,
     polarity: tl.constexpr,
     by_error: tl.constexpr,
+    known: tl.constexpr,
     group_size: tl.constexpr,
     groups_per_block: tl.constexpr,
     source_type: tl.constexpr,
@@ -86,39 +99,50 @@ def _quantize_kernel(
     group = tl.load(block_start + program) + tl.arange(0, groups_per_block)
     per_row = (columns + group_size - 1) // group_size
     column = (group % per_row)[:, None] * group_size + tl.arange(0, group_size)[None, :]
-    own = (group < tl.load(all_groups + tensor))[:, None] & (column < columns)
+    groups = tl.load(all_groups + tensor)
+    own = (group < groups)[:, None] & (column < columns)
     offset = (group // per_row).to(tl.int64)[:, None] * columns + column
-    weight = tl.load(source + offset, mask=own, other=0.0).to(tl.float32)
-
-    largest = tl.max(tl.abs(weight), axis=1)
-    field = (largest.to(tl.int32, bitcast=True) >> 23) - 112
-    field = tl.minimum(tl.maximum(field, 1), 30)
+    here = fields + tl.load(first_groups + tensor) + group
+    if known:
+        kept = tl.load(here, mask=group < groups, other=0).to(tl.int32)
+        field = kept & 31
+        negated = (kept & 32) != 0
+        empty = (kept & 64) != 0
+    else:
+        weight = tl.load(source + offset, mask=own, other=0.0).to(tl.float32)
+        largest = tl.max(tl.abs(weight), axis=1)
+        empty = largest == 0.0
+        negated = tl.max(weight, axis=1) > -tl.min(weight, axis=1)
+        field = (largest.to(tl.int32, bitcast=True) >> 23) - 112
+        field = tl.minimum(tl.maximum(field, 1), 30)
     if scheme == 2:
         low = 16.0 if polarity else 32.0
-        if polarity:
-            negated = tl.max(weight, axis=1) > -tl.min(weight, axis=1)
-            weight = tl.where(negated[:, None], -weight, weight)
-        if by_error > 0:
-            lowered = tl.maximum(field - 1, 1)
-            error = _squared_error(weight, own, field, field, low, by_error)
-            better = (_squared_error(weight, own, field, lowered, low, by_error) < error) & (field > 1)
-            field = tl.where(better, lowered, field)
-        if narrow > 0:
-            tier = tl.load(narrow_tiers + tensor).to(tl.pointer_type(source_type))
-            signed = tl.load(tier + offset, mask=own, other=0.0).to(tl.float32)
+        if not known:
             if polarity:
-                signed = tl.where(negated[:, None], -signed, signed)
-            code = _nested_code(signed, field, low)
+                weight = tl.where(negated[:, None], -weight, weight)
+            if by_error > 0:
+                lowered = tl.maximum(field - 1, 1)
+                error = _squared_error(weight, own, field, field, low, by_error)
+                better = (_squared_error(weight, own, field, lowered, low, by_error) < error) & (field > 1)
+                field = tl.where(better, lowered, field)
+            if narrow > 0:
+                found = field | (negated.to(tl.int32) << 5) | (empty.to(tl.int32) << 6)
+                tl.store(here, found.to(tl.uint8), mask=group < groups)
+        if narrow > 0:
+            tier = tl.load(narrow_tiers + tensor)
+            code = _nested_code(_loaded(tier, offset, own, negated, polarity, source_type), field, low)
             if wide > 0:  # noqa: SIM102 (known when the kernel is compiled, the other when it runs)
                 if mantissa > narrow:
-                    tier = tl.load(wide_tiers + tensor).to(tl.pointer_type(source_type))
-                    signed = tl.load(tier + offset, mask=own, other=0.0).to(tl.float32)
-                    if polarity:
-                        signed = tl.where(negated[:, None], -signed, signed)
-                    code = _within(_nested_code(signed, field, low), code, 8 - narrow)
+                    tier = tl.load(wide_tiers + tensor)
+                    free = _nested_code(_loaded(tier, offset, own, negated, polarity, source_type), field, low)
+                    code = _within(free, code, 8 - narrow)
             last: tl.constexpr = wide if wide > 0 else narrow
             if mantissa > last:
-                code = _within(_nested_code(weight, field, low), code, 8 - last)
+                if known:
+                    free = _loaded(tl.load(sources + tensor), offset, own, negated, polarity, source_type)
+                else:
+                    free = weight
+                code = _within(_nested_code(free, field, low), code, 8 - last)
         else:
             code = _nested_code(weight, field, low)
         code = code >> (8 - mantissa)
@@ -127,8 +151,8 @@ def _quantize_kernel(
             value = tl.where(negated[:, None], -value, value)
     else:
         limit = ((1 << mantissa) - 1).to(tl.float32)
-        kept = 8 if sliced else mantissa
-        magnitude = tl.abs(weight) * _power_of_two(kept + 14 - field)[:, None]
+        bits = 8 if sliced else mantissa
+        magnitude = tl.abs(weight) * _power_of_two(bits + 14 - field)[:, None]
         magnitude = tl.minimum(magnitude, 1048576.0)
         # Adding and taking away 1.5·2^23 rounds to a whole number, ties to even.
         magnitude = tl.floor(magnitude) if scheme == 0 else (magnitude + 12582912.0) - 12582912.0
@@ -137,7 +161,7 @@ def _quantize_kernel(
             magnitude = ((master + ((1 << (8 - mantissa)) >> 1)) >> (8 - mantissa)).to(tl.float32)
         value = tl.minimum(magnitude, limit) * _power_of_two(field - 14 - mantissa)[:, None]
         value = tl.where(weight < 0, -value, value)
-    value = tl.where((largest == 0.0)[:, None], 0.0, value)
+    value = tl.where(empty[:, None], 0.0, value)
     tl.store(result + offset, value.to(result_type), mask=own)
 
 
@@ -196,6 +220,8 @@ def prepare(
         *(table([0], torch.int64) for _ in range(MOST_TIERS - len(tiers))),
         table(columns, torch.int32),
         table(groups, torch.int32),
+        table([0, *itertools.accumulate(groups)], torch.int64),
+        torch.zeros(sum(groups) if tiers else 0, dtype=torch.uint8, device=device),
         table(tensor_of, torch.int32),
         table(start_of, torch.int32),
     )
@@ -203,10 +229,11 @@ def prepare(
     return Batch(tuple(sources), tuple(results), kept, tables, len(tensor_of), group_size)
 
 
-def run(batch: Batch, precision: Precision, format: Format, *, sliced: bool = False) -> None:
+def run(batch: Batch, precision: Precision, format: Format, *, sliced: bool = False, again: bool = False) -> None:
     """Write the values of the batch's sources at a width into its results, in one launch.
 
-    `sliced` takes ``nearest`` from its E5M8 codes, as a packed model does, instead of from the sources.
+    `sliced` takes ``nearest`` from its E5M8 codes, as a packed model does, instead of from the sources. `again`, with
+    tiers, takes the exponents and polarities of the last run: the sources are what they were then.
     """
     mantissa = precision.mantissa
     by_error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
@@ -221,6 +248,7 @@ def run(batch: Batch, precision: Precision, format: Format, *, sliced: bool = Fa
         sliced=sliced and format.scheme == "nearest",
         polarity=format.polarity,
         by_error=by_error,
+        known=again and bool(batch.tiers),
         group_size=batch.group_size,
         groups_per_block=BLOCK_WEIGHTS // batch.group_size,
         source_type=_TRITON_TYPES[batch.sources[0].dtype],

@@ -148,8 +148,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "group_size": 64,
     },
     # What held up best (docs/tuning.md, docs/results.md). The learning rate is that of a model with a hidden size of
-    # REFERENCE_SIZE: see `scaled_learning_rate`. For the method otaro the mean of held gradients: a sum would inflate
-    # Adam's second moment.
+    # REFERENCE_SIZE: see `scaled_learning_rate`.
     "default": {
         "optim": "adamw_torch",
         "learning_rate": 3e-4,
@@ -160,7 +159,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "method": "tiers",
         "exploration": 5.0,
         "delay": 10,
-        "delay_apply": "mean",
+        "delay_apply": "sum",
         "scheme": "nested",
         "group_size": 64,
     },

@@ -29,9 +29,13 @@ class Refresher:
         self._dtype = dtype
         self._results: dict[int, torch.Tensor] = {}
         self._batches: dict[tuple[object, ...], object] = {}
+        self._filled: set[tuple[object, ...]] = set()
 
-    def __call__(self) -> None:
+    def __call__(self, *, again: bool = False) -> None:
+        """`again` says that only the width has changed since the last call: exponents stay as they were found."""
         self.clear()
+        if not again:
+            self._filled.clear()
         groups: dict[
             tuple[Precision, Format, torch.dtype, tuple[Precision, ...]],
             dict[int, list[FakeSefpLinear | FakeSefpEmbedding]],
@@ -82,7 +86,8 @@ class Refresher:
             ]
             batch = gpu.prepare(weights, results, format.group_size, tiers)
             self._batches[key] = batch
-        gpu.run(batch, width, format, sliced=True)
+        gpu.run(batch, width, format, sliced=True, again=key in self._filled)
+        self._filled.add(key)
         for layers, values in zip(shared, batch.results, strict=True):
             for layer in layers:
                 layer.values = values

@@ -104,11 +104,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             self.remove_callback(ProgressCallback)
             self.add_callback(ProgressLine(self, self.path_callback, progress))
 
-    def set_width(self, width: Precision | None) -> None:
-        """Compute at a width from now on; None is full precision."""
+    def set_width(self, width: Precision | None, *, again: bool = False) -> None:
+        """Compute at a width from now on; None is full precision. `again`: the weights have not changed since."""
         for layer in self._layers:
             layer.precision = width
-        self._refresh()
+        self._refresh(again=again)
 
     @contextmanager
     def at_width(self, width: Precision | None) -> Iterator[None]:
@@ -191,7 +191,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 part["labels"] = torch.full_like(part["labels"], IGNORED)
             cross_entropy = torch.zeros((), device=teacher.device)
             if len(part["input_ids"]):
-                self.set_width(width)
+                self.set_width(width, again=True)
                 # Gradients and losses are averaged over the processes, these are parts of a sum.
                 scale = self.accelerator.num_processes / tokens
                 with self.compute_loss_context_manager():
@@ -202,7 +202,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 cross_entropy = cross_entropy * scale
             self._add_loss(width, cross_entropy)
         self._batches_done += 1
-        self.set_width(before)
+        self.set_width(before, again=True)
 
     def _add_loss(self, width: Precision | None, loss: Tensor) -> None:
         loss = loss.detach().float()
