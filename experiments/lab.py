@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import common
@@ -26,7 +26,7 @@ from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import loss_and_gradient
 from otaro.tune.refresh import Refresher
-from otaro.tune.tiers import add_tiers, settle_model
+from otaro.tune.tiers import add_tiers, settle_model, share_gradients
 
 PLAIN = Format(polarity=False, exponent_by_error=None)
 
@@ -35,11 +35,11 @@ PLAIN = Format(polarity=False, exponent_by_error=None)
 class Pass:
     """One forward and backward pass of an update: at a width (None: full precision), over a slice of the batch.
 
-    The loss is `labels` × cross entropy + `teacher` × KL divergence from the update's first pass, which is not trained
-    by it; the whole is weighted by `weight`.
+    Of several widths each computes an equal part of the slice. The loss is `labels` × cross entropy + `teacher` × KL
+    divergence from the update's first pass, which is not trained by it; the whole is weighted by `weight`.
     """
 
-    width: Precision | None
+    width: Precision | tuple[Precision, ...] | None
     weight: float = 1.0
     labels: float = 1.0
     teacher: float = 0.0
@@ -68,6 +68,10 @@ class Idea:
     """The widths with weights of their own, narrowest first (see `otaro.tune.tiers`)."""
     mixed: tuple[tuple[Precision, Precision, float], ...] = ()
     """(from, to, share): the tier `to` also gets this share of the gradient of the tier `from`."""
+    tier_rate: float = 1.0
+    """The tiers' learning rate, as a multiple."""
+    shares: tuple[tuple[Precision, float], ...] = ()
+    """(tier, share of the weight's gradient): what `otaro.tune.tiers.share_gradients` does."""
     carried: tuple[tuple[Precision, float], ...] = ()
     """(tier, share): the tier also moves by this share of every step that the weight itself takes."""
     released: bool = False
@@ -75,6 +79,19 @@ class Idea:
     needs_losses: bool = False
     schedule: str = "cosine"
     sgd: bool = False
+
+
+def one_by_one(plan: Sequence[Pass], blocks: int) -> list[Pass]:
+    """A plan without passes of several widths."""
+    steps: list[Pass] = []
+    for step in plan:
+        widths = step.width if isinstance(step.width, tuple) else (step.width,)
+        rows = range(*step.part.indices(blocks))
+        each = len(rows) // len(widths)
+        for number, width in enumerate(widths):
+            part = rows[number * each : (number + 1) * each]
+            steps.append(replace(step, width=width, part=slice(part.start, part.stop, part.step)))
+    return steps
 
 
 class Lab:
@@ -158,7 +175,9 @@ class Lab:
             logits = self.model.lm_head(self.hidden(ids)).flatten(0, 1)
         wanted = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
         given = None if teacher is None else teacher.flatten(0, 1)
-        count = (wanted != IGNORED).sum()
+        parts = len(step.width) if isinstance(step.width, tuple) else 1
+        counts = (wanted.view(parts, -1) != IGNORED).sum(-1)
+        count = counts.repeat_interleave(len(wanted) // parts)[:, None]
         labels, taught = step.weight * step.labels, step.weight * step.teacher
         _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count)
         logits.backward(gradient)
@@ -208,14 +227,19 @@ class Lab:
         losses: dict[Any, Tensor] = {}
         held: list[Tensor] | None = None
         reference = torch.zeros(())
-        for number, step in enumerate(plan):
-            self.use(step.width, self.trained, format, again=number > 0)
+        for number, step in enumerate(plan if self.trained.can_stack else one_by_one(plan, len(ids))):
+            if isinstance(step.width, tuple):
+                self.trained.stack(step.width)
+            else:
+                self.use(step.width, self.trained, format, again=number > 0)
             part, aims = ids[step.part], targets[step.part]
             teacher = taught[step.part] if step.teacher and taught is not None else None
             if self.captured:
                 # A captured pass reads its teacher where the pass before left it.
                 place = None if teacher is None else teacher.data_ptr()
-                tier = None if step.width is None else next((w for w in self.widths_of_tiers if w >= step.width), None)
+                tier: Any = step.width
+                if isinstance(step.width, Precision):
+                    tier = next((width for width in self.widths_of_tiers if width >= step.width), None)
                 key = (step.width is None, tier, step.labels, step.teacher, step.weight, part.shape, place)
                 found = self.graphs.get(key) or self._captured(part, aims, teacher, step, key)
                 graph, given, wanted, cross_entropy, logits = found
@@ -335,7 +359,13 @@ class Lab:
             inner = torch.optim.SGD(parameters, lr=idea.learning_rate)
         else:
             fused = self.device.type == "cuda"
-            inner = torch.optim.AdamW(parameters, lr=idea.learning_rate, betas=idea.betas, weight_decay=0, fused=fused)
+            of_tiers = {id(tier) for layer in self.layers for _, tier in layer.tiers.get("weight", ())}
+            groups = [
+                {"params": [each for each in parameters if (id(each) in of_tiers) == is_tier], "rate": rate}
+                for is_tier, rate in ((False, 1.0), (True, idea.tier_rate))
+            ]
+            groups = [group for group in groups if group["params"]]
+            inner = torch.optim.AdamW(groups, lr=idea.learning_rate, betas=idea.betas, weight_decay=0, fused=fused)
         ultra_low = [Precision.E5M4, Precision.E5M3]
         optimizer = inner if idea.delay is None else DelayedOptimizer(inner, ultra_low, idea.delay, idea.delay_apply)
         averaged: list[Tensor] | None = None
@@ -354,7 +384,7 @@ class Lab:
             if idea.schedule == "linear":
                 faded = 1 - number / steps
             for group in inner.param_groups:
-                group["lr"] = idea.learning_rate * warm * faded
+                group["lr"] = idea.learning_rate * warm * faded * group.get("rate", 1.0)
             chosen = order[number * batch : (number + 1) * batch].to(self.device)
             ids = blocks[chosen]
             aims = ids if targets is None else targets[chosen]
@@ -366,6 +396,8 @@ class Lab:
                 measured, taught = self.passes(ids, aims, part, idea.format, idea.normalise, taught)
                 if idea.needs_losses:
                     losses.update({width: float(loss) for width, loss in measured.items()})
+                if idea.shares:
+                    share_gradients(self.model, self.trained, dict(idea.shares).__getitem__)
                 if idea.released and len(plan) > 1:
                     self.release(idea.format)
                 if idea.mixed:

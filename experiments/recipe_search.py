@@ -115,6 +115,17 @@ def turns(high: Any = M8, *, teacher: float = 0.5, blocks: int | None = None) ->
     return plan
 
 
+def together(blocks: int, *, teacher: float = 0.75) -> Any:
+    """E5M8 on the whole batch, then E5M4 and E5M3 in one pass, each on half of its first blocks."""
+    low = Pass((M4, M3), weight=0.5, labels=1 - teacher, teacher=teacher, part=slice(0, blocks))
+    return lambda number, steps, losses: [Pass(M8), low]
+
+
+def fading(start: float, first: Any, then: Any) -> Any:
+    """One plan up to a share of the updates, then another."""
+    return lambda number, steps, losses: (first if number < start * steps else then)(number, steps, losses)
+
+
 def later(start: float, plan: Any) -> Any:
     """E5M8 alone for a share of the updates, then a plan."""
 
@@ -130,6 +141,7 @@ REFINED4 = Format(exponent_by_error=M4)
 REFINED5 = Format()
 TIERS = (M3, M4)
 SHARED = ((M8, M4, 0.5), (M8, M3, 0.15))
+SHARES = ((M4, 0.5), (M3, 0.15))
 UNIFORM = dict.fromkeys(Precision, 1.0)
 
 
@@ -262,6 +274,11 @@ def ideas(only: str) -> dict[str, Idea]:
             "bps": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True),
             "otaro, sum": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True, delay=10, delay_apply="sum"),
             "otaro, mean": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True, delay=10, delay_apply="mean"),
+        },
+        "10": {
+            "together on 16": tiers(together(16), shares=SHARES),
+            "together on 16, then on 8": tiers(fading(0.5, together(16), together(8)), shares=SHARES),
+            "together on 14, tiers' rate 1.5": tiers(together(14), shares=SHARES, tier_rate=1.5),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {

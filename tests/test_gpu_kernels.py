@@ -72,12 +72,82 @@ print(compared)
 """
 
 
-def test_every_format_in_the_interpreter() -> None:
-    """A process of its own: the interpreter is chosen when Triton is imported."""
+STACKED = """
+import torch
+from architectures import random_model
+from otaro import convert
+from otaro.precision import Precision
+from otaro.sefp import Format
+from otaro.tune.refresh import Refresher
+from otaro.tune.tiers import add_tiers, share_gradients
+
+low = [Precision.E5M3, Precision.E5M4]
+model = random_model("llama")
+convert.simulate(model, Format())
+add_tiers(model, low)
+generator = torch.Generator().manual_seed(0)
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+Refresher._fills = lambda self, layer: True
+refresher = Refresher(model)
+assert refresher.can_stack
+ids = torch.randint(0, model.config.vocab_size, (4, 6), generator=generator)
+
+def passes(stacked):
+    model.zero_grad()
+    convert.set_precision(model, Precision.E5M8)
+    refresher()
+    model(input_ids=ids).logits.square().mean().backward()
+    if stacked:
+        refresher.stack(low)
+        found = model(input_ids=ids).logits
+        found.abs().mean().backward()
+    else:
+        parts = []
+        for width, part in zip(low, ids.chunk(2)):
+            convert.set_precision(model, width)
+            refresher(again=True)
+            parts.append(model(input_ids=part).logits)
+            (parts[-1].abs().mean() / 2).backward()
+        found = torch.cat(parts)
+    return found.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+(one, gradients), (two, expected) = passes(True), passes(False)
+torch.testing.assert_close(one, two)
+assert gradients.keys() == expected.keys() and all(gradient is not None for gradient in gradients.values())
+torch.testing.assert_close(gradients, expected)
+shared = {}
+for number, given in enumerate((None, refresher)):
+    for name, parameter in model.named_parameters():
+        parameter.grad = expected[name].clone()
+    share_gradients(model, given)
+    shared[number] = {name: parameter.grad for name, parameter in model.named_parameters()}
+torch.testing.assert_close(shared[0], shared[1])
+name = "model.layers.0.mlp.up_proj.weight"
+moved = shared[0][name + "_E5M3"] - expected[name + "_E5M3"]
+released = moved - 0.15 * expected[name]
+apart = released.abs() > 1e-6 * moved.abs().max()
+assert 0.05 < apart.float().mean() < 0.95
+torch.testing.assert_close(released[apart], expected[name + "_E5M4"][apart])
+"""
+
+
+def interpreted(program: str) -> str:
+    """What a program prints in a process of its own: the interpreter is chosen when Triton is imported."""
     places = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(places)}
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False, timeout=600
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False, timeout=600
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == 28 * 2 * 3 * 2 + 20 * (6 + 6) + 6
+    return run.stdout
+
+
+def test_every_format_in_the_interpreter() -> None:
+    assert int(interpreted(PROGRAM)) == 28 * 2 * 3 * 2 + 20 * (6 + 6) + 6
+
+
+def test_stacked_widths_are_those_computed_one_by_one() -> None:
+    """One pass for two widths, and gradients shared in one launch, against plain code."""
+    interpreted(STACKED)

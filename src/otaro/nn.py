@@ -204,9 +204,12 @@ class FakeSefp(nn.Module):
     floor: Precision = NARROWEST
     precision: Precision | None = None
     values: Tensor | None = None
-    """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`."""
-    trained: Tensor | None = None
-    """What the gradient of `values` goes to, if not the weight."""
+    """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`.
+
+    With one dimension more than the weight they are stacked: the batch is in equal parts, each with values of its own.
+    """
+    trained: Tensor | tuple[Tensor, ...] | None = None
+    """What the gradient of `values` goes to, if not the weight: as many tensors as are stacked."""
     tier_places: Mapping[str, Sequence[tuple[Precision, nn.Module, str]]] = MappingProxyType({})
     """Where the tiers of each weight lie, by its name: width, module and the name there. See `otaro.tune.tiers`."""
 
@@ -243,7 +246,10 @@ class FakeSefpLinear(FakeSefp, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         tiers = () if self.values is not None else self.tiers.get("weight", ())
-        return functional.linear(x, self.simulate(self.weight, tiers), self.bias)
+        weight = self.simulate(self.weight, tiers)
+        if weight.dim() == 3:
+            return ops.stacked_linear(x, weight, self.bias)
+        return functional.linear(x, weight, self.bias)
 
 
 class FakeSefpEmbedding(FakeSefp, nn.Embedding):
@@ -252,7 +258,11 @@ class FakeSefpEmbedding(FakeSefp, nn.Embedding):
     scale: float | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self.values is not None:
+        if self.values is not None and self.values.dim() == 3:
+            tables = self.simulate(self.weight)
+            parts = zip(ids.chunk(len(tables)), tables, strict=True)
+            values = torch.cat([functional.embedding(part, table, self.padding_idx) for part, table in parts])
+        elif self.values is not None:
             values = functional.embedding(ids, self.simulate(self.weight), self.padding_idx)
         else:  # rows are quantised one by one, so those that are looked up are enough
             tiers = self.tiers.get("weight", ())

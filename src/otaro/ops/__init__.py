@@ -138,10 +138,24 @@ def deciding(weight: Tensor, precision: Precision, tiers: Tiers) -> Tensor:
     return next((tier for width, tier in tiers if width >= precision), weight)
 
 
-def straight_through(weight: Tensor, values: Tensor) -> Tensor:
-    """`values` in the place of `weight`, their gradient going to the weight; nothing is saved for it."""
-    result: Tensor = _StraightThrough.apply(weight, values)  # type: ignore[no-untyped-call]
+def straight_through(weight: Tensor | tuple[Tensor, ...], values: Tensor) -> Tensor:
+    """`values` in the place of `weight`, their gradient going to the weight; nothing is saved for it.
+
+    Several weights have values stacked along a dimension of their own, the first.
+    """
+    result: Tensor
+    if isinstance(weight, tuple):
+        result = _StackedStraightThrough.apply(values, *weight)  # type: ignore[no-untyped-call]
+    else:
+        result = _StraightThrough.apply(weight, values)  # type: ignore[no-untyped-call]
     return result
+
+
+def stacked_linear(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+    """The rows of `x` in as many equal parts as there are weights, each through one of them."""
+    parts = x.reshape(len(weights), -1, x.shape[-1])
+    result = torch.matmul(parts, weights.transpose(-1, -2)).view(*x.shape[:-1], -1)
+    return result if bias is None else result + bias
 
 
 def dequantize(planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype) -> Tensor:
@@ -222,6 +236,16 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
+
+
+class _StackedStraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, values: Tensor, *weights: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *gradients[0].unbind()
 
 
 @torch.library.custom_op("otaro::quantize", mutates_args=())

@@ -165,6 +165,58 @@ def _quantize_kernel(
     tl.store(result + offset, value.to(result_type), mask=own)
 
 
+@triton.jit
+def _share_kernel(
+    narrow_tiers,
+    wide_tiers,
+    weight_gradients,
+    narrow_gradients,
+    wide_gradients,
+    all_columns,
+    all_groups,
+    first_groups,
+    fields,
+    block_tensor,
+    block_start,
+    narrow_share,
+    wide_share,
+    narrow: tl.constexpr,
+    wide: tl.constexpr,
+    polarity: tl.constexpr,
+    group_size: tl.constexpr,
+    groups_per_block: tl.constexpr,
+    source_type: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tensor = tl.load(block_tensor + program)
+    columns = tl.load(all_columns + tensor)
+    groups = tl.load(all_groups + tensor)
+    group = tl.load(block_start + program) + tl.arange(0, groups_per_block)
+    per_row = (columns + group_size - 1) // group_size
+    column = (group % per_row)[:, None] * group_size + tl.arange(0, group_size)[None, :]
+    own = (group < groups)[:, None] & (column < columns)
+    offset = (group // per_row).to(tl.int64)[:, None] * columns + column
+    kept = tl.load(fields + tl.load(first_groups + tensor) + group, mask=group < groups, other=1).to(tl.int32)
+    field = kept & 31
+    negated = (kept & 32) != 0
+    low = 16.0 if polarity else 32.0
+    narrow_tier = _loaded(tl.load(narrow_tiers + tensor), offset, own, negated, polarity, source_type)
+    wide_tier = _loaded(tl.load(wide_tiers + tensor), offset, own, negated, polarity, source_type)
+    code = _nested_code(wide_tier, field, low)
+    bound = _within(code, _nested_code(narrow_tier, field, low), 8 - narrow)
+    held = (code >> (8 - wide)) != (bound >> (8 - wide))
+
+    place = tl.load(weight_gradients + tensor).to(tl.pointer_type(source_type)) + offset
+    given = tl.load(place, mask=own, other=0.0).to(tl.float32)
+    place = tl.load(wide_gradients + tensor).to(tl.pointer_type(source_type)) + offset
+    gradient = tl.load(place, mask=own, other=0.0).to(tl.float32)
+    tl.store(place, (gradient + wide_share * given).to(source_type), mask=own)
+    released = tl.where(held, gradient, 0.0)
+    place = tl.load(narrow_gradients + tensor).to(tl.pointer_type(source_type)) + offset
+    gradient = tl.load(place, mask=own, other=0.0).to(tl.float32)
+    tl.store(place, (gradient + released + narrow_share * given).to(source_type), mask=own)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Tensors that are quantised together, with the tables the kernel walks by. Holds on to them."""
@@ -176,16 +228,23 @@ class Batch:
     blocks: int
     group_size: int
 
+    @property
+    def fields(self) -> Tensor:
+        """What the last run found, a byte to a group: exponent, polarity, whether all weights are zero."""
+        return self.tables[7]
+
 
 def prepare(
     sources: Sequence[Tensor],
     results: Sequence[Tensor],
     group_size: int,
     tiers: Sequence[tuple[Precision, Sequence[Tensor]]] = (),
+    fields: Tensor | None = None,
 ) -> Batch:
     """Tables for quantising `sources` into `results`: contiguous, on one device, each list of one dtype.
 
-    `tiers`, at most two, hold a tensor for every source.
+    `tiers`, at most two, hold a tensor for every source. `fields` are another batch's of the same sources and tiers,
+    to share the exponents it finds.
     """
     if len(tiers) > MOST_TIERS:
         raise ValueError(f"the kernel knows {MOST_TIERS} tiers, not {len(tiers)}")
@@ -221,7 +280,7 @@ def prepare(
         table(columns, torch.int32),
         table(groups, torch.int32),
         table([0, *itertools.accumulate(groups)], torch.int64),
-        torch.zeros(sum(groups) if tiers else 0, dtype=torch.uint8, device=device),
+        torch.zeros(sum(groups) if tiers else 0, dtype=torch.uint8, device=device) if fields is None else fields,
         table(tensor_of, torch.int32),
         table(start_of, torch.int32),
     )
@@ -253,6 +312,39 @@ def run(batch: Batch, precision: Precision, format: Format, *, sliced: bool = Fa
         groups_per_block=BLOCK_WEIGHTS // batch.group_size,
         source_type=_TRITON_TYPES[batch.sources[0].dtype],
         result_type=_TRITON_TYPES[batch.results[0].dtype],
+        num_warps=8,
+    )
+
+
+def share(
+    batch: Batch,
+    format: Format,
+    gradients: Sequence[Tensor],
+    tiers: Sequence[Sequence[Tensor]],
+    shares: Sequence[float],
+) -> None:
+    """Add to the gradients of a batch's two tiers their shares of the sources', as `otaro.tune.tiers` says, in place.
+
+    The batch has run since its sources last changed. Gradients are contiguous and of the sources' dtype.
+    """
+    (narrow, _), (wide, _) = batch.tiers
+    for tensors in (gradients, *tiers):
+        for tensor, source in zip(tensors, batch.sources, strict=True):
+            if tensor.dtype != source.dtype or tensor.shape != source.shape or not tensor.is_contiguous():
+                raise ValueError("each gradient must be contiguous, of the shape and dtype of its source")
+    places = [[tensor.data_ptr() for tensor in tensors] for tensors in (gradients, *tiers)]
+    tables = torch.tensor(places, dtype=torch.int64).to(batch.fields.device, non_blocking=True)
+    _share_kernel[(batch.blocks,)](
+        *batch.tables[2:4],
+        *tables,
+        *batch.tables[4:],
+        *shares,
+        narrow=narrow.mantissa,
+        wide=wide.mantissa,
+        polarity=format.polarity,
+        group_size=batch.group_size,
+        groups_per_block=BLOCK_WEIGHTS // batch.group_size,
+        source_type=_TRITON_TYPES[batch.sources[0].dtype],
         num_warps=8,
     )
 

@@ -27,13 +27,14 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, cross entropy and gradient: sums over the tokens whose target is not IGNORED, divided by `count`.
 
-    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens].
+    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is one number, or one to a token as
+    [tokens, 1].
     """
     values = logits.float()
-    learned = (targets != IGNORED)[:, None]
+    counted = (targets != IGNORED)[:, None] / count
     wanted = targets.clamp(min=0)[:, None]
     log_total = values.logsumexp(-1, keepdim=True)
-    cross_entropy = torch.where(learned, log_total - values.gather(1, wanted), 0.0).sum()
+    cross_entropy = ((log_total - values.gather(1, wanted)) * counted).sum()
     gradient = (values - log_total).exp_().mul_(labels + taught)
     loss = labels * cross_entropy
     if teacher is not None and taught:
@@ -41,10 +42,9 @@ def loss_and_gradient(
         share = log_teacher.exp()
         gradient.sub_(share, alpha=taught)
         divergence = log_teacher.sub_(values).mul_(share).sum(-1, keepdim=True) + log_total
-        loss = loss + taught * torch.where(learned, divergence, 0.0).sum()
+        loss = loss + taught * (divergence * counted).sum()
     gradient.scatter_add_(1, wanted, torch.full_like(wanted, -labels, dtype=gradient.dtype))
-    gradient = gradient.mul_(learned / count).to(logits.dtype)
-    return loss / count, cross_entropy / count, gradient
+    return loss, cross_entropy, gradient.mul_(counted).to(logits.dtype)
 
 
 class _Distilled(torch.autograd.Function):

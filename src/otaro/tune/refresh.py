@@ -7,13 +7,17 @@ buffers of the type the model computes in, one to a weight, which are kept from 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from otaro import ops
-from otaro.nn import FakeSefpEmbedding, FakeSefpLinear
-from otaro.precision import Precision
-from otaro.sefp import Format
+from otaro.nn import FakeSefp, FakeSefpEmbedding, FakeSefpLinear
+from otaro.precision import WIDEST, Precision
+
+Layer = FakeSefpLinear | FakeSefpEmbedding
 
 
 class Refresher:
@@ -24,73 +28,111 @@ class Refresher:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
-        kinds = (FakeSefpLinear, FakeSefpEmbedding)
-        self._layers = [module for module in model.modules() if isinstance(module, kinds)]
+        simulated = [module for module in model.modules() if isinstance(module, FakeSefp)]
+        self._layers: list[Layer] = [layer for layer in simulated if isinstance(layer, Layer)]
+        self._others = len(simulated) > len(self._layers)
         self._dtype = dtype
-        self._results: dict[int, torch.Tensor] = {}
-        self._batches: dict[tuple[object, ...], object] = {}
-        self._filled: set[tuple[object, ...]] = set()
+        self._results: dict[tuple[int, int], Tensor] = {}
+        self._batches: dict[tuple[object, ...], dict[tuple[int, int], Any]] = {}
+        self._known: set[tuple[object, ...]] = set()
 
     def __call__(self, *, again: bool = False) -> None:
         """`again` says that only the width has changed since the last call: exponents stay as they were found."""
         self.clear()
         if not again:
-            self._filled.clear()
-        groups: dict[
-            tuple[Precision, Format, torch.dtype, tuple[Precision, ...]],
-            dict[int, list[FakeSefpLinear | FakeSefpEmbedding]],
-        ] = {}
-        for layer in self._layers:
-            width = self._width(layer)
-            if width is not None:
-                tiers = tuple(tier for tier, _ in layer.tiers.get("weight", ()))
-                shared = groups.setdefault((width, layer.format, layer.weight.dtype, tiers), {})
-                shared.setdefault(layer.weight.data_ptr(), []).append(layer)
-        for (width, format, dtype, tiers), shared in groups.items():
-            self._fill(list(shared.values()), width, format, dtype, tiers)
+            self._known.clear()
+        for width, shared in self._groups([layer.width for layer in self._layers]):
+            self._fill(width, shared, 0, 1)
+            for layer in (layer for layers in shared for layer in layers):
+                layer.values = self._results[layer.weight.data_ptr(), 1][0]
+                tiers = layer.tiers.get("weight", ())
+                # Not by plain assignment, which would make the tier a second parameter of the layer.
+                layer.__dict__["trained"] = ops.deciding(layer.weight, width, tiers) if tiers else None
 
     def clear(self) -> None:
         """Let the layers quantise for themselves again."""
         for layer in self._layers:
             layer.values = layer.trained = None
 
-    def _width(self, layer: FakeSefpLinear | FakeSefpEmbedding) -> Precision | None:
-        weight = layer.weight
-        if weight.device.type != "cuda" or type(weight) is not nn.Parameter or not weight.is_contiguous():
-            return None
-        if ops.quantize_backend(weight.device).__name__ != "otaro.ops.gpu":
-            return None
-        return layer.width
+    @property
+    def can_stack(self) -> bool:
+        """Whether every simulated weight is one that this fills."""
+        return bool(self._layers) and not self._others and all(self._fills(layer) for layer in self._layers)
 
-    def _fill(
-        self,
-        shared: list[list[FakeSefpLinear | FakeSefpEmbedding]],
-        width: Precision,
-        format: Format,
-        dtype: torch.dtype,
-        widths: tuple[Precision, ...],
-    ) -> None:
+    def stack(self, widths: Sequence[Precision]) -> None:
+        """Have a batch's equal parts computed at these widths in one pass; the weights have not changed since."""
+        for number, width in enumerate(widths):
+            for floored, shared in self._groups([max(width, layer.floor) for layer in self._layers]):
+                self._fill(floored, shared, number, len(widths))
+        for layer in self._layers:
+            layer.values = self._results[layer.weight.data_ptr(), len(widths)]
+            tiers = layer.tiers.get("weight", ())
+            layer.__dict__["trained"] = tuple(
+                ops.deciding(layer.weight, max(width, layer.floor), tiers) for width in widths
+            )
+
+    def share(self, share_of: Callable[[Precision], float]) -> bool:
+        """Do the work of `otaro.tune.tiers.share_gradients` in one launch; False where that is not possible.
+
+        The weights have not changed since the last call.
+        """
+        if not self.can_stack:
+            return False
         from otaro.ops import gpu
 
-        weights = [layers[0].weight.detach() for layers in shared]
-        key = (format, widths, *(weight.data_ptr() for weight in weights))
-        batch = self._batches.get(key)
-        if not isinstance(batch, gpu.Batch):
+        for _, shared in self._groups([WIDEST] * len(self._layers)):
+            first = [layers[0] for layers in shared]
+            widths = self._tier_widths(first[0])
+            gradients: Any = [layer.weight.grad for layer in first]
+            tiers: Any = [[layer.tiers["weight"][index][1].grad for layer in first] for index in range(len(widths))]
+            if len(widths) == gpu.MOST_TIERS:
+                batch = next(iter(self._batches[self._key(first)].values()))
+                gpu.share(batch, first[0].format, gradients, tiers, [share_of(width) for width in widths])
+            else:
+                for width, tier in zip(widths, tiers, strict=True):
+                    torch._foreach_add_(tier, gradients, alpha=share_of(width))
+        return True
+
+    def _fills(self, layer: Layer) -> bool:
+        weight = layer.weight
+        if weight.device.type != "cuda" or type(weight) is not nn.Parameter or not weight.is_contiguous():
+            return False
+        return ops.quantize_backend(weight.device).__name__ == "otaro.ops.gpu"
+
+    def _tier_widths(self, layer: Layer) -> tuple[Precision, ...]:
+        return tuple(width for width, _, _ in layer.tier_places.get("weight", ()))
+
+    def _groups(self, widths: Sequence[Precision | None]) -> list[tuple[Precision, list[list[Layer]]]]:
+        """The layers that one launch serves, given each one's width; those that share a weight side by side."""
+        groups: dict[tuple[Any, ...], dict[int, list[Layer]]] = {}
+        for layer, width in zip(self._layers, widths, strict=True):
+            if width is not None and self._fills(layer):
+                alike = (width, layer.format, layer.weight.dtype, self._tier_widths(layer))
+                groups.setdefault(alike, {}).setdefault(layer.weight.data_ptr(), []).append(layer)
+        return [(alike[0], list(shared.values())) for alike, shared in groups.items()]
+
+    def _key(self, first: Sequence[Layer]) -> tuple[object, ...]:
+        return (first[0].format, self._tier_widths(first[0]), *(layer.weight.data_ptr() for layer in first))
+
+    def _fill(self, width: Precision, shared: list[list[Layer]], number: int, parts: int) -> None:
+        """Quantise into the `number`-th of so many stacked values."""
+        from otaro.ops import gpu
+
+        first = [layers[0] for layers in shared]
+        key = self._key(first)
+        batches = self._batches.setdefault(key, {})
+        if (number, parts) not in batches:
+            weights = [layer.weight.detach() for layer in first]
             for weight in weights:
-                if weight.data_ptr() not in self._results:
-                    self._results[weight.data_ptr()] = torch.empty_like(weight, dtype=self._dtype or dtype)
-            results = [self._results[weight.data_ptr()] for weight in weights]
+                if (weight.data_ptr(), parts) not in self._results:
+                    result = weight.new_empty((parts, *weight.shape), dtype=self._dtype or weight.dtype)
+                    self._results[weight.data_ptr(), parts] = result
+            results = [self._results[weight.data_ptr(), parts][number] for weight in weights]
             tiers = [
-                (tier, [layers[0].tiers["weight"][index][1].detach() for layers in shared])
-                for index, tier in enumerate(widths)
+                (tier, [layer.tiers["weight"][index][1].detach() for layer in first])
+                for index, tier in enumerate(self._tier_widths(first[0]))
             ]
-            batch = gpu.prepare(weights, results, format.group_size, tiers)
-            self._batches[key] = batch
-        gpu.run(batch, width, format, sliced=True, again=key in self._filled)
-        self._filled.add(key)
-        for layers, values in zip(shared, batch.results, strict=True):
-            for layer in layers:
-                layer.values = values
-                tiers_of = layer.tiers.get("weight", ())
-                # Not by plain assignment, which would make the tier a second parameter of the layer.
-                layer.__dict__["trained"] = ops.deciding(layer.weight, width, tiers_of) if tiers_of else None
+            fields = next(iter(batches.values())).fields if batches else None
+            batches[number, parts] = gpu.prepare(weights, results, first[0].format.group_size, tiers, fields)
+        gpu.run(batches[number, parts], width, first[0].format, sliced=True, again=key in self._known)
+        self._known.add(key)

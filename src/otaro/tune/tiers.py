@@ -12,7 +12,8 @@ every width. They are saved and packed like any others, and nothing of the tiers
 
 Most of what there is to learn is the same at every width, and the widest width sees the whole batch where a tier sees a
 part of it. So a tier also takes a share of the widest width's gradient (:data:`GRADIENT_SHARE`): less at E5M3, whose
-gradient has the least in common with it.
+gradient has the least in common with it. And where the narrower tier's cell holds a weight back, the wider tier's
+gradient goes to the narrower one too: the cell is what stands in its way.
 
 Exponents come from the widest tier. Settled weights could have another exponent where the largest weight of a group was
 moved, so settling repeats with the settled weights' exponents until they stay.
@@ -20,8 +21,9 @@ moved, so settling repeats with the settled weights' exponents until they stay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -35,6 +37,7 @@ from otaro.nn import FakeSefp
 from otaro.precision import WIDEST, Precision
 from otaro.sefp import Format, Tiers
 from otaro.tune.data import IGNORED
+from otaro.tune.refresh import Refresher
 
 ROUNDS = 8
 
@@ -115,24 +118,39 @@ def average_gradients(model: nn.Module) -> None:
         work.wait()
 
 
+def gradient_share(width: Precision) -> float:
+    return GRADIENT_SHARE.get(width, GRADIENT_SHARE_WIDER)
+
+
 @torch.no_grad()
-def share_gradients(model: nn.Module) -> None:
-    """Give the tiers their shares of the gradient of the weight they belong to, once an update's passes are done."""
-    given: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+def share_gradients(
+    model: nn.Module, refresher: Refresher | None = None, share_of: Callable[[Precision], float] = gradient_share
+) -> None:
+    """Once an update's passes are done, give the tiers gradients beside their own: shares of that of the weight they
+    belong to, and to the narrower of two the wider one's where the narrower one's cell holds it back."""
+    if refresher is not None and refresher.share(share_of):
+        return
     seen: set[int] = set()
     for module in model.modules():
         if not isinstance(module, FakeSefp):
             continue
+        fused: dict[str, bool] = getattr(module, "fused", {})
         for name, tiers in module.tiers.items():
-            weight = module._parameters[name]
-            for width, tier in tiers:
-                if id(tier) not in seen and weight is not None and weight.grad is not None and tier.grad is not None:
-                    seen.add(id(tier))
-                    targets, sources = given.setdefault(GRADIENT_SHARE.get(width, GRADIENT_SHARE_WIDER), ([], []))
-                    targets.append(tier.grad)
-                    sources.append(weight.grad)
-    for share, (targets, sources) in given.items():
-        torch._foreach_add_(targets, sources, alpha=share)
+            weight: Any = module._parameters[name]
+            if id(weight) in seen or any(each.grad is None for each in (weight, *(tier for _, tier in tiers))):
+                continue
+            seen.add(id(weight))
+            turned = fused.get(name, False)
+            own = own_rows(weight.detach(), turned)
+            listed = [(width, own_rows(tier.detach(), turned)) for width, tier in tiers]
+            gradients = [own_rows(cast(Tensor, tier.grad), turned) for _, tier in tiers]
+            given = own_rows(weight.grad, turned)
+            for number, (width, _) in enumerate(listed):
+                if number:
+                    quantize = partial(ops.quantize_backend(own.device).quantize, own, width, module.format)
+                    held = quantize(listed[number : number + 1]) != quantize(listed[: number + 1])
+                    gradients[number - 1].add_(gradients[number] * held)
+                gradients[number].add_(given, alpha=share_of(width))
 
 
 @torch.no_grad()
