@@ -283,17 +283,41 @@ int32_t otaro_session_draft(otaro_session* session, int32_t token, int64_t posit
 
 // ---- measuring ------------------------------------------------------------------------------------------------------
 
+namespace {
+
+// One stream after the other keeps too few reads under way: eight at once read half as fast again.
+uint64_t read_words(const uint64_t* data, int64_t words) {
+    constexpr int64_t kStreams = 8, kLine = 8;
+#if defined(__GNUC__)
+    constexpr int64_t kAhead = 16 * kLine;
+#endif
+    const int64_t length = words / kStreams / kLine * kLine;
+    uint64_t sums[kStreams][kLine] = {};
+    for (int64_t i = 0; i < length; i += kLine) {
+        for (int64_t stream = 0; stream < kStreams; ++stream) {
+            const uint64_t* line = data + stream * length + i;
+#if defined(__GNUC__)
+            if (i + kAhead < length) __builtin_prefetch(line + kAhead);
+#endif
+            for (int64_t j = 0; j < kLine; ++j) sums[stream][j] += line[j];
+        }
+    }
+    uint64_t total = 0;
+    for (const auto& sum : sums)
+        for (const uint64_t each : sum) total += each;
+    for (int64_t i = length * kStreams; i < words; ++i) total += data[i];
+    return total;
+}
+
+}  // namespace
+
 int32_t otaro_read(const uint64_t* data, int64_t bytes, uint64_t* sum, int32_t threads) {
     return guarded([&]() -> int {
         if (data == nullptr || sum == nullptr || bytes < 0) return OTARO_ERROR_ARGUMENT;
         if (threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
         const int64_t words = bytes / static_cast<int64_t>(sizeof *data);
         std::atomic<uint64_t> total{0};
-        auto body = [&](int64_t first, int64_t last) {
-            uint64_t part = 0;
-            for (int64_t i = first; i < last; ++i) part += data[i];
-            total += part;
-        };
+        auto body = [&](int64_t first, int64_t last) { total += read_words(data + first, last - first); };
         parallel(threads, words, words / threads + 1, body);
         *sum = total;
         return OTARO_OK;

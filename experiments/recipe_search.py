@@ -115,10 +115,10 @@ def turns(high: Any = M8, *, teacher: float = 0.5, blocks: int | None = None) ->
     return plan
 
 
-def together(blocks: int, *, teacher: float = 0.75) -> Any:
-    """E5M8 on the whole batch, then E5M4 and E5M3 in one pass, each on half of its first blocks."""
-    low = Pass((M4, M3), weight=0.5, labels=1 - teacher, teacher=teacher, part=slice(0, blocks))
-    return lambda number, steps, losses: [Pass(M8), low]
+def together(blocks: int, *, teacher: float = 0.75, high: Precision = M8, low: Any = (M4, M3)) -> Any:
+    """A high width on the whole batch, then E5M4 and E5M3 in one pass, in equal parts of its first blocks."""
+    second = Pass(low, weight=0.5, labels=1 - teacher, teacher=teacher, part=slice(0, blocks))
+    return lambda number, steps, losses: [Pass(high), second]
 
 
 def fading(start: float, first: Any, then: Any) -> Any:
@@ -278,7 +278,9 @@ def ideas(only: str) -> dict[str, Idea]:
         "10": {
             "together on 16": tiers(together(16), shares=SHARES),
             "together on 16, then on 8": tiers(fading(0.5, together(16), together(8)), shares=SHARES),
-            "together on 14, tiers' rate 1.5": tiers(together(14), shares=SHARES, tier_rate=1.5),
+            "together on 14, E5M5 as the high width": tiers(together(14, high=M5), shares=SHARES),
+            "together on 14, tiers' rate 0.7": tiers(together(14), shares=SHARES, tier_rate=0.7),
+            "together on 15, E5M4 twice": tiers(together(15, low=(M4, M4, M3)), shares=SHARES),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {

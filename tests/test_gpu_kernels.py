@@ -1,7 +1,7 @@
 """The Triton kernel against the torch codec, bit for bit, in Triton's interpreter: no GPU is needed.
 
 The interpreter flushes bfloat16's subnormals and does not round to it as hardware does, so that type is compared on a
-real GPU only, by bench/gpu_quantize.py.
+real GPU only, by bench/gpu_kernels.py.
 """
 
 from __future__ import annotations

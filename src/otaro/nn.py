@@ -206,10 +206,10 @@ class FakeSefp(nn.Module):
     values: Tensor | None = None
     """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`.
 
-    With one dimension more than the weight they are stacked: the batch is in equal parts, each with values of its own.
+    Where `trained` is a tuple they are stacked: the batch is in equal parts, each with values of its own.
     """
     trained: Tensor | tuple[Tensor, ...] | None = None
-    """What the gradient of `values` goes to, if not the weight: as many tensors as are stacked."""
+    """What the gradient of `values` goes to, if not the weight."""
     tier_places: Mapping[str, Sequence[tuple[Precision, nn.Module, str]]] = MappingProxyType({})
     """Where the tiers of each weight lie, by its name: width, module and the name there. See `otaro.tune.tiers`."""
 
@@ -231,7 +231,9 @@ class FakeSefp(nn.Module):
         """The weight as the packed layer would have it."""
         # Asked first: a compiled layer that never looks at the width is compiled once for all of them.
         if self.values is not None:
-            return ops.straight_through(weight if self.trained is None else self.trained, self.values)
+            trained = weight if self.trained is None else self.trained
+            assert isinstance(trained, Tensor)
+            return ops.straight_through(trained, self.values)
         precision = self.width
         if precision is None:
             return weight
@@ -245,11 +247,10 @@ class FakeSefpLinear(FakeSefp, nn.Linear):
     """A linear layer that computes with its weight's SEFP values and trains the weight itself."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.trained, tuple):
+            return ops.stacked_linear(x, cast(Tensor, self.values), self.trained, self.bias)
         tiers = () if self.values is not None else self.tiers.get("weight", ())
-        weight = self.simulate(self.weight, tiers)
-        if weight.dim() == 3:
-            return ops.stacked_linear(x, weight, self.bias)
-        return functional.linear(x, weight, self.bias)
+        return functional.linear(x, self.simulate(self.weight, tiers), self.bias)
 
 
 class FakeSefpEmbedding(FakeSefp, nn.Embedding):
@@ -258,10 +259,8 @@ class FakeSefpEmbedding(FakeSefp, nn.Embedding):
     scale: float | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self.values is not None and self.values.dim() == 3:
-            tables = self.simulate(self.weight)
-            parts = zip(ids.chunk(len(tables)), tables, strict=True)
-            values = torch.cat([functional.embedding(part, table, self.padding_idx) for part, table in parts])
+        if isinstance(self.trained, tuple):
+            values = ops.stacked_embedding(ids, cast(Tensor, self.values), self.trained, self.padding_idx)
         elif self.values is not None:
             values = functional.embedding(ids, self.simulate(self.weight), self.padding_idx)
         else:  # rows are quantised one by one, so those that are looked up are enough

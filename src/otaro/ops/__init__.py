@@ -18,6 +18,7 @@ import importlib.util
 import os
 import warnings
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,24 +139,25 @@ def deciding(weight: Tensor, precision: Precision, tiers: Tiers) -> Tensor:
     return next((tier for width, tier in tiers if width >= precision), weight)
 
 
-def straight_through(weight: Tensor | tuple[Tensor, ...], values: Tensor) -> Tensor:
-    """`values` in the place of `weight`, their gradient going to the weight; nothing is saved for it.
-
-    Several weights have values stacked along a dimension of their own, the first.
-    """
-    result: Tensor
-    if isinstance(weight, tuple):
-        result = _StackedStraightThrough.apply(values, *weight)  # type: ignore[no-untyped-call]
-    else:
-        result = _StraightThrough.apply(weight, values)  # type: ignore[no-untyped-call]
+def straight_through(weight: Tensor, values: Tensor) -> Tensor:
+    """`values` in the place of `weight`, their gradient going to the weight; nothing is saved for it."""
+    result: Tensor = _StraightThrough.apply(weight, values)  # type: ignore[no-untyped-call]
     return result
 
 
-def stacked_linear(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-    """The rows of `x` in as many equal parts as there are weights, each through one of them."""
-    parts = x.reshape(len(weights), -1, x.shape[-1])
-    result = torch.matmul(parts, weights.transpose(-1, -2)).view(*x.shape[:-1], -1)
+def stacked_linear(x: Tensor, values: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
+    """The rows of `x` in equal parts, each through one of the stacked values, whose gradients go to the weights."""
+    result: Tensor = _StackedLinear.apply(x.to(values.dtype), values, *weights)  # type: ignore[no-untyped-call]
     return result if bias is None else result + bias
+
+
+def stacked_embedding(
+    ids: Tensor, values: Tensor, weights: tuple[Tensor, ...], padding_idx: int | None = None
+) -> Tensor:
+    """The ids in equal parts, each looked up in one of the stacked tables, whose gradients go to the weights."""
+    tables = [straight_through(weight, table) for weight, table in zip(weights, values, strict=True)]
+    parts = zip(ids.chunk(len(tables)), tables, strict=True)
+    return torch.cat([torch.nn.functional.embedding(part, table, padding_idx) for part, table in parts])
 
 
 def dequantize(planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype) -> Tensor:
@@ -238,14 +240,21 @@ class _StraightThrough(torch.autograd.Function):
         return gradients[0], None
 
 
-class _StackedStraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, values: Tensor, *weights: Tensor) -> Tensor:
-        return values.view_as(values)
+class _StackedLinear(torch.autograd.Function):
+    """As one product for all parts; the gradients of the weights come out as these lie in memory."""
 
     @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *gradients[0].unbind()
+    def forward(ctx: Any, x: Tensor, values: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, values)
+        parts = x.reshape(len(values), -1, x.shape[-1])
+        return torch.bmm(parts, values.transpose(1, 2)).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, values = ctx.saved_tensors
+        gradient = gradients[0].reshape(len(values), -1, gradients[0].shape[-1])
+        of_weights = torch.bmm(gradient.transpose(1, 2), x.reshape(len(values), -1, x.shape[-1]))
+        return torch.bmm(gradient, values).view_as(x), None, *of_weights.unbind()
 
 
 @torch.library.custom_op("otaro::quantize", mutates_args=())
