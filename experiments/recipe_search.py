@@ -280,7 +280,6 @@ def ideas(only: str) -> dict[str, Idea]:
             "together on 16, then on 8": tiers(fading(0.5, together(16), together(8)), shares=SHARES),
             "together on 14, E5M5 as the high width": tiers(together(14, high=M5), shares=SHARES),
             "together on 14, tiers' rate 0.7": tiers(together(14), shares=SHARES, tier_rate=0.7),
-            "together on 15, E5M4 twice": tiers(together(15, low=(M4, M4, M3)), shares=SHARES),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {

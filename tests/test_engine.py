@@ -25,7 +25,7 @@ from otaro.engine.architecture import UnsupportedError, matrix_place
 from otaro.engine.engine import Engine, widest_that_fits
 from otaro.engine.native import Matrix, Session
 from otaro.engine.sampling import Sampler, Sampling
-from otaro.engine.speculation import Repetition
+from otaro.engine.speculation import LONGEST_REST, SHORTEST_REST, Repetition, Rests
 from otaro.engine.text import TextStream, end_tokens, generate
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.ops import cpu
@@ -324,6 +324,28 @@ def test_only_the_files_of_a_width_are_read(folder: Path, tmp_path: Path) -> Non
     assert narrow.precision == Precision.E5M4
     whole = Engine(folder, threads=1)
     assert numpy.array_equal(narrow.logits(PROMPT), whole.logits(PROMPT, "E5M4"))
+
+
+def test_drafts_that_do_not_hold_rest_longer_and_longer() -> None:
+    rests, drafted, waits = Rests(), 0, []
+    for _ in range(400):
+        if rests.over():
+            drafted += 1
+            rests.learn(guesses=3, right=0)
+            waits.append(0)
+        else:
+            waits[-1] += 1
+    assert drafted < 100
+    lengths = [wait for wait in waits[:-1] if wait]
+    assert lengths[:4] == [SHORTEST_REST, 2 * SHORTEST_REST, 4 * SHORTEST_REST, LONGEST_REST]
+    assert set(lengths[4:]) == {LONGEST_REST}
+
+
+def test_drafts_that_hold_never_rest() -> None:
+    rests = Rests()
+    for number in range(100):
+        assert rests.over()
+        rests.learn(guesses=3, right=3 if number % 3 else 0)
 
 
 @pytest.mark.parametrize(

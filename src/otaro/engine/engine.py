@@ -25,7 +25,15 @@ from otaro.checkpoint.folder import Progress
 from otaro.engine.live import LiveWeights
 from otaro.engine.native import Logits, Session
 from otaro.engine.sampling import Sampler, Sampling
-from otaro.engine.speculation import MARGIN, MOST_DRAFTS, MOST_GUESSES, VOCABULARY_PART, Counts, Repetition
+from otaro.engine.speculation import (
+    MARGIN,
+    MOST_DRAFTS,
+    MOST_GUESSES,
+    VOCABULARY_PART,
+    Counts,
+    Repetition,
+    Rests,
+)
 from otaro.engine.weights import Weights
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.precision import NARROWEST, Precision, join
@@ -190,7 +198,7 @@ class Engine:
             logits = self._prefill(text, prefill, reuse)
             limit = len(text) + max_new_tokens
             fresh = [sampler.pick(logits, text)]
-            repetition, self.speculation = Repetition(), Counts()
+            guessing, self.speculation = (Repetition(), Rests()), Counts()
             while True:
                 for token in fresh:
                     if token in end:
@@ -203,7 +211,7 @@ class Engine:
                 if draft is None or room < 1:
                     fresh = [sampler.pick(self.run(text[-1:], len(text) - 1, widths)[0], text)]
                 else:
-                    fresh = self._speculate(text, sampler, widths, draft, repetition, room)
+                    fresh = self._speculate(text, sampler, widths, draft, guessing, room)
         finally:
             self._text_thread = None
             self._text.release()
@@ -224,13 +232,20 @@ class Engine:
         return logits[0]
 
     def _speculate(
-        self, text: list[int], sampler: Sampler, widths: Widths, draft: Widths, repetition: Repetition, room: int
+        self,
+        text: list[int],
+        sampler: Sampler,
+        widths: Widths,
+        draft: Widths,
+        guessing: tuple[Repetition, Rests],
+        room: int,
     ) -> list[int]:
         """At least one new token: guesses that hold, and one of the wanted width after them."""
+        repetition, rests = guessing
         start, counts = len(text) - 1, self.speculation
         guesses = repetition.guess(text, min(MOST_GUESSES, room))
         repeated = bool(guesses)
-        if not repeated:
+        if not repeated and rests.over():
             guesses = self._draft(text[-1], start, draft, min(MOST_DRAFTS, room))
         rows = self.run([text[-1], *guesses], start, widths, logits=len(guesses) + 1)
         fresh: list[int] = []
@@ -245,7 +260,8 @@ class Engine:
             repetition.learn(len(guesses), right)
             counts.repeated += len(guesses)
             counts.repeated_right += right
-        else:
+        elif guesses:
+            rests.learn(len(guesses), right)
             counts.drafted += len(guesses)
             counts.drafted_right += right
         return fresh

@@ -2,7 +2,8 @@
 
 Two sources, the free one first. Text repeats itself: where its last few tokens have come before, what followed them
 then is the guess, and costs nothing. Else a narrow width drafts; it looks at the front of the vocabulary only, where
-the frequent tokens are, and stops where two tokens are close to each other.
+the frequent tokens are, and stops where two tokens are close to each other. Where its drafts do not pay it rests for a
+while, longer and longer.
 
 A guess never decides anything: each token is picked from the wanted width's logits as ever, and a guess that is the
 token picked saves running it alone.
@@ -23,6 +24,13 @@ VOCABULARY_PART = 3
 LENGTHS = (4, 3, 2)
 """Tokens that must have come before, in this order."""
 FEWEST_REPEATED = 2
+DRAFT_COST, CHECK_COST = 0.55, 0.07
+"""Of drafting a token and of checking one more, where running a token alone costs 1."""
+MEMORY = 0.8
+"""What the gains so far still count after another check."""
+LARGEST_LOSS = 2.0
+"""In tokens, before a rest."""
+SHORTEST_REST, LONGEST_REST = 4, 32
 
 
 @dataclass
@@ -66,3 +74,28 @@ class Repetition:
     def learn(self, guesses: int, right: int) -> None:
         """Take note of how many of the last guesses were right."""
         self._length = min(2 * self._length + 1, MOST_GUESSES) if right == guesses else max(FEWEST_REPEATED, right + 1)
+
+
+class Rests:
+    """Whether to draft: not for a number of checks after drafts have cost more than they gained."""
+
+    def __init__(self) -> None:
+        self._balance = 0.0
+        self._length = SHORTEST_REST
+        self._left = 0
+
+    def over(self) -> bool:
+        """Whether the next check may be drafted for; called once for each."""
+        if self._left:
+            self._left -= 1
+            return False
+        return True
+
+    def learn(self, guesses: int, right: int) -> None:
+        """Take note of how many tokens of a draft were right."""
+        self._balance = MEMORY * self._balance + right - (DRAFT_COST + CHECK_COST) * guesses
+        if self._balance < -LARGEST_LOSS:
+            self._left, self._length = self._length, min(2 * self._length, LONGEST_REST)
+            self._balance = 0.0
+        elif self._balance > 0:
+            self._length = SHORTEST_REST
