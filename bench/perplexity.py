@@ -1,6 +1,7 @@
-"""Perplexity of the native engine beside the torch reference, on the same windows of a text.
+"""Perplexity of the native engine, and of GGUF twins in llama.cpp, beside the torch reference, on the same text.
 
     python bench/perplexity.py PACKED IDS.npy [--windows 24] [--seconds 1200] [--kv-cache float16,E5M8] [--json FILE]
+    python bench/perplexity.py PACKED IDS.npy --against llama.cpp --json bench/perplexity.json
 
 IDS.npy holds the tokens of a text. Windows of it that do not overlap are drawn without repetition, the same in every
 run, so that builds of the library can be compared window by window. In each, every token but the first
@@ -13,6 +14,7 @@ import argparse
 import json
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,9 @@ import torch
 from torch import Tensor
 
 import otaro
+from otaro.bench.llama_cpp import LlamaCpp
 from otaro.engine.engine import FLOAT16, Engine
+from otaro.export import export_gguf
 from otaro.ops import cpu
 from otaro.precision import Precision, parse_precisions
 
@@ -45,6 +49,11 @@ def reference(model: torch.nn.Module, precision: Precision) -> Callable[[list[in
     return run
 
 
+def twin(folder: Path, precision: Precision, place: Path, window: int, threads: int) -> Callable[[list[int]], Tensor]:
+    peer = LlamaCpp(export_gguf(folder, place, precision), context=window, threads=threads)
+    return lambda ids: torch.from_numpy(peer.logits(ids))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packed", type=Path)
@@ -54,6 +63,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--precisions", default="all")
     parser.add_argument("--kv-cache", default=FLOAT16, help="one or several, with commas between them")
+    parser.add_argument("--against", choices=["llama.cpp"], help="run each width's GGUF twin too")
     parser.add_argument("--no-torch", action="store_true", help="leave the reference out")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -70,11 +80,17 @@ def main() -> None:
         for cache in arguments.kv_cache.split(",")
     }
     model = None if arguments.no_torch else otaro.load(arguments.packed)
+    twins = tempfile.TemporaryDirectory()
     for precision in precisions:
         if model is not None:
             ways[f"{precision} torch"] = reference(model, precision)
         for cache, engine in engines.items():
             ways[f"{precision} native {cache}"] = native(engine, precision)
+        if arguments.against:
+            place = Path(twins.name) / f"{precision}.gguf"
+            ways[f"{precision} llama.cpp"] = twin(
+                arguments.packed, precision, place, arguments.window, arguments.threads
+            )
 
     losses: dict[str, list[float]] = {name: [] for name in ways}
     start = time.monotonic()
@@ -96,7 +112,13 @@ def main() -> None:
         print(f"{name:24s} {perplexity:9.4f}  {change:+.4%} ± {error:.4%}")
         results.append({"way": name, "perplexity": perplexity, "change": change, "error": error, "losses": values})
     if arguments.json is not None:
-        figures = {"text": arguments.ids.name, "window": arguments.window, "windows": chosen[:done], "results": results}
+        figures = {
+            "folder": arguments.packed.name,
+            "text": arguments.ids.name,
+            "window": arguments.window,
+            "windows": chosen[:done],
+            "results": results,
+        }
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 

@@ -76,6 +76,8 @@ class Idea:
     """(tier, share): the tier also moves by this share of every step that the weight itself takes."""
     released: bool = False
     """Where the E5M3 tier's cell holds an E5M4 weight back, its gradient goes to the E5M3 tier."""
+    reused: bool = False
+    """A tier without a pass in an update takes the gradient of its last one again."""
     needs_losses: bool = False
     schedule: str = "cosine"
     sgd: bool = False
@@ -289,6 +291,20 @@ class Lab:
             torch._foreach_add_([gradients[target][n] for n in both], [own[source][n] for n in both], alpha=share)
 
     @torch.no_grad()
+    def reuse(self, passed: set[Any], kept: dict[Precision, list[Tensor]]) -> None:
+        """Keep the gradients of tiers that had a pass, and give the others theirs again."""
+        gradients = self._tier_gradients()
+        for width in self.widths_of_tiers:
+            own = list(gradients[width].values())
+            if width not in passed:
+                if width in kept:
+                    torch._foreach_add_(own, kept[width])
+            elif width in kept:
+                torch._foreach_copy_(kept[width], own)
+            else:
+                kept[width] = [gradient.clone() for gradient in own]
+
+    @torch.no_grad()
     def carry(self, before: list[Tensor], shares: dict[Precision, float]) -> None:
         """Move the tiers by their shares of the step that the weights have just taken."""
         moved = [layer.weight.detach() for layer in self.layers]
@@ -369,6 +385,7 @@ class Lab:
         ultra_low = [Precision.E5M4, Precision.E5M3]
         optimizer = inner if idea.delay is None else DelayedOptimizer(inner, ultra_low, idea.delay, idea.delay_apply)
         averaged: list[Tensor] | None = None
+        own_gradients: dict[Precision, list[Tensor]] = {}
         count = 0
         losses: dict[Precision | None, float] = {}
         widths: dict[str, int] = {}
@@ -396,6 +413,8 @@ class Lab:
                 measured, taught = self.passes(ids, aims, part, idea.format, idea.normalise, taught)
                 if idea.needs_losses:
                     losses.update({width: float(loss) for width, loss in measured.items()})
+                if idea.reused:
+                    self.reuse({step.width for step in part}, own_gradients)
                 if idea.shares:
                     share_gradients(self.model, self.trained, dict(idea.shares).__getitem__)
                 if idea.released and len(plan) > 1:

@@ -105,20 +105,23 @@ def shares(high: int, middle: int, low: int, *, teacher: float = 0.5) -> Any:
     return plan
 
 
-def turns(high: Any = M8, *, teacher: float = 0.5, blocks: int | None = None) -> Any:
-    """A high width and, in turns, E5M4 and E5M3, each on the whole batch or on its first blocks."""
+def turns(
+    high: Sequence[Precision] = (M8,), *, teacher: float = 0.5, blocks: int | None = None, weight: float = 1.0
+) -> Any:
+    """A high width, in turns, and in turns E5M4 and E5M3, on the whole batch or on its first blocks."""
 
     def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
         part = slice(0, blocks)
-        return [Pass(high), Pass((M4, M3)[number % 2], labels=1 - teacher, teacher=teacher, part=part)]
+        low = Pass((M4, M3)[number % 2], weight=weight, labels=1 - teacher, teacher=teacher, part=part)
+        return [Pass(high[number % len(high)]), low]
 
     return plan
 
 
-def together(blocks: int, *, teacher: float = 0.75, high: Precision = M8, low: Any = (M4, M3)) -> Any:
-    """A high width on the whole batch, then E5M4 and E5M3 in one pass, in equal parts of its first blocks."""
-    second = Pass(low, weight=0.5, labels=1 - teacher, teacher=teacher, part=slice(0, blocks))
-    return lambda number, steps, losses: [Pass(high), second]
+def together(blocks: int, *, teacher: float = 0.75, high: Sequence[Precision] = (M8,)) -> Any:
+    """A high width, in turns, on the whole batch, then E5M4 and E5M3 in one pass, each on half of its first blocks."""
+    low = Pass((M4, M3), weight=0.5, labels=1 - teacher, teacher=teacher, part=slice(0, blocks))
+    return lambda number, steps, losses: [Pass(high[number % len(high)]), low]
 
 
 def fading(start: float, first: Any, then: Any) -> Any:
@@ -278,8 +281,18 @@ def ideas(only: str) -> dict[str, Idea]:
         "10": {
             "together on 16": tiers(together(16), shares=SHARES),
             "together on 16, then on 8": tiers(fading(0.5, together(16), together(8)), shares=SHARES),
-            "together on 14, E5M5 as the high width": tiers(together(14, high=M5), shares=SHARES),
+            "together on 14, E5M5 as the high width": tiers(together(14, high=(M5,)), shares=SHARES),
             "together on 14, tiers' rate 0.7": tiers(together(14), shares=SHARES, tier_rate=0.7),
+        },
+        "11": {
+            "in turns on 16, reused, E5M8 and E5M5 in turns": tiers(
+                turns((M8, M8, M5, M5), teacher=0.75, weight=0.5), shares=SHARES, reused=True
+            ),
+            "in turns on 16, reused": tiers(turns(teacher=0.75, weight=0.5), shares=SHARES, reused=True),
+            "together on 14, E5M8 and E5M5 in turns": tiers(together(14, high=(M8, M5)), shares=SHARES),
+            "in turns on 16, reused, E5M8, E5M6 and E5M5 in turns": tiers(
+                turns((M8, M8, M5, M5, M6, M6), teacher=0.75, weight=0.5), shares=SHARES, reused=True
+            ),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy
+from numpy.typing import NDArray
 
 from otaro.errors import OtaroError
 
@@ -52,6 +53,22 @@ class LlamaCpp:
             raise OtaroError("llama.cpp could not run the tokens")
         logits = self._api.llama_get_logits_ith(self._context, -1)
         return int(numpy.ctypeslib.as_array(logits, shape=(self._vocabulary,)).argmax())
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[numpy.float32]:
+        """The logits after every token of a text, a row each."""
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        batch = self._api.llama_batch_init(len(tokens), 0, 1)
+        try:
+            batch.n_tokens = len(tokens)
+            for place, token in enumerate(tokens):
+                batch.token[place], batch.pos[place], batch.logits[place] = token, place, 1
+                batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
+            if self._api.llama_decode(self._context, batch) != 0:
+                raise OtaroError("llama.cpp could not run the tokens")
+            rows = [self._api.llama_get_logits_ith(self._context, place) for place in range(len(tokens))]
+            return numpy.stack([numpy.ctypeslib.as_array(row, shape=(self._vocabulary,)) for row in rows])
+        finally:
+            self._api.llama_batch_free(batch)
 
     def close(self) -> None:
         self._api.llama_free(self._context)
