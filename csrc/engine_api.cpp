@@ -309,7 +309,7 @@ uint64_t read_words(const uint64_t* data, int64_t words) {
     return total;
 }
 
-}  // namespace
+} // namespace
 
 int32_t otaro_read(const uint64_t* data, int64_t bytes, uint64_t* sum, int32_t threads) {
     return guarded([&]() -> int {

@@ -19,6 +19,7 @@ struct Avx2Dot : Avx2 {
     using B = __m256i;
     static constexpr int kBytes = 32, kCodeBits = 7, kProductBatch = 4, kFineBatch = 4;
     static constexpr int kTilesAtOnce = 2;
+    static constexpr int tiles_of_one(int planes) { return planes == 0 ? 4 : planes <= 3 ? 2 : 1; }
     static constexpr bool kWords = true;
 
     static B load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }

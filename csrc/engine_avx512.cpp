@@ -18,6 +18,7 @@ struct Avx512Dot : Avx512 {
     using B = __m512i;
     static constexpr int kBytes = 64, kCodeBits = 8, kProductBatch = 8, kFineBatch = 8;
     static constexpr int kTilesAtOnce = 2;
+    static constexpr int tiles_of_one(int planes) { return planes <= 1 ? 4 : 2; }
     static constexpr bool kWords = true;
 
     static B load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }

@@ -45,6 +45,7 @@ static inline float step_constant(int mantissa) { return power_of_two(127 - kExp
 static inline int64_t unpacked_bytes(const Tiles& tiles) { return 2 * tiles.blocks * kSteps * kStepBytes; }
 static inline int64_t product_scratch(const Tiles& tiles) { return 2 * unpacked_bytes(tiles); }
 
+constexpr int64_t kMostTiles = 4;   // side by side in any kernel
 constexpr int64_t kUnpackFrom = 16; // rows of activations from which a tile is unpacked beforehand
 
 // Keys and values of one layer as float16. Keys lie 16 positions side by side, [position / 16][dimension][16], so that a

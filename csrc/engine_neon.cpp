@@ -19,6 +19,7 @@ struct NeonDot : Neon {
     using B = uint8x16_t;
     static constexpr int kBytes = 16, kCodeBits = 7, kProductBatch = 8, kFineBatch = 4;
     static constexpr int kTilesAtOnce = 1;
+    static constexpr int tiles_of_one(int) { return 1; }
     static constexpr bool kWords = false; // they take four weights where a dot product takes sixteen
 
     static B load_bytes(const uint8_t* p) { return vld1q_u8(p); }

@@ -12,9 +12,9 @@ constexpr int64_t kSmallWork = 16384;  // floats below which work outside produc
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Even: prompts are multiplied with two tiles at a time.
+// A multiple of what kernels take side by side.
 int64_t tile_grain(const Tiles& tiles) {
-    return round_up(std::max<int64_t>(1, kRangeBytes / (tiles.blocks * kBaseBytes)), 2);
+    return round_up(std::max<int64_t>(1, kRangeBytes / (tiles.blocks * kBaseBytes)), kMostTiles);
 }
 
 // Rows of activations in a range, for work of `length` floats a row: all of them where that is little.

@@ -15,6 +15,7 @@
 //                                  words: the byte itself, or the byte and one bit below it
 //     dot_words(sum, words, x)     sum + words * two activations of 16 bits, in each row
 //     kTilesAtOnce      unpacked tiles multiplied side by side, so that an activation is loaded once for all of them
+//     tiles_of_one(planes)         tiles multiplied side by side with a single activation: they are read at once
 //     powers(scale)     scale bytes of the rows as floats: +-2^(field - 127), 0 for field 0
 //
 // A code wider than kCodeBits is split: its top goes into one byte and the rest ("low") into another, multiplied apart.
@@ -22,6 +23,8 @@
 // activation and part of the code. With activations of 16 bits (two parts) codes may instead become words of 16 bits: a
 // few instructions a step more, but then only two dot products for each activation, whatever the code.
 #pragma once
+
+#include <algorithm>
 
 #include "engine_kernels.h"
 #include "simd.h"
@@ -50,6 +53,7 @@ template <class V, int kPlanes, bool kWords> class PackedSteps {
   public:
     static constexpr int kParts = kWords || Parts::kLow > 0 ? 2 : 1;
 
+    PackedSteps() = default;
     PackedSteps(const Tiles& tiles, int64_t tile, int part) {
         const int64_t block = tile * tiles.blocks;
         base_ = tiles.base + block * kBaseBytes + part * V::kBytes;
@@ -278,6 +282,16 @@ template <class V, int kPlanes, bool kFine> void multiply_packed(const Product& 
     }
 }
 
+// kTiles tiles with one row of activations, side by side: each is a stream of its own through memory, and more streams
+// have more reads under way.
+template <class V, int kPlanes, bool kFine, int kTiles> void multiply_one(const Product& product, int64_t tile) {
+    for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
+        PackedSteps<V, kPlanes, false> steps[kTiles];
+        for (int t = 0; t < kTiles; ++t) steps[t] = {*product.weight, tile + t, part};
+        multiply_rows<V, kPlanes, kFine, false, 1>(product, steps, tile, part, 0);
+    }
+}
+
 // kTilesAtOnce tiles with all rows of activations, unpacked once; the last few rows straight from the planes.
 template <class V, int kPlanes, bool kFine>
 void multiply_unpacked(const Product& product, int64_t tile, uint8_t* scratch) {
@@ -306,6 +320,11 @@ void multiply_tiles(const Product& product, int64_t first, int64_t last, uint8_t
         for (; tile + V::kTilesAtOnce <= last; tile += V::kTilesAtOnce) {
             multiply_unpacked<V, kPlanes, kFine>(product, tile, scratch);
         }
+    }
+    if (product.batch == 1) {
+        constexpr int kTiles = V::tiles_of_one(kPlanes);
+        const int64_t whole = std::min(last, product.weight->rows / kTileRows);
+        for (; tile + kTiles <= whole; tile += kTiles) multiply_one<V, kPlanes, kFine, kTiles>(product, tile);
     }
     for (; tile < last; ++tile) multiply_packed<V, kPlanes, kFine>(product, tile, 0);
 }
