@@ -1,7 +1,8 @@
 """A packed model of the shape of Llama-3.2-1B with random weights: large enough that reading it takes the time.
 
 python bench/random_model.py random-1b
-otaro bench random-1b/packed --threads 2 --against llama.cpp --new-tokens 16 --json bench/bench_engine_1b.json
+otaro bench random-1b/packed --threads 2 --against llama.cpp --new-tokens 24 --no-speculation \
+    --json bench/bench_engine_1b.json
 """
 
 from __future__ import annotations

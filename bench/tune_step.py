@@ -35,7 +35,7 @@ from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.delay import DelayedOptimizer
 from otaro.tune.refresh import Refresher
-from otaro.tune.tiers import add_tiers
+from otaro.tune.tiers import add_tiers, share_gradients
 
 
 def check_kernel() -> int:
@@ -126,9 +126,9 @@ class Step:
         found, expected = (each.float().flatten(0, 1).log_softmax(-1) for each in (logits, teacher))
         return nn.functional.kl_div(found, expected, reduction="batchmean", log_target=True), logits.detach()
 
-    def set_width(self, width: Precision) -> None:
+    def set_width(self, width: Precision, *, again: bool = False) -> None:
         convert.set_precision(self.model, width)
-        self.refresh()
+        self.refresh(again=again)
 
     def backward(self, ids: torch.Tensor, teacher: torch.Tensor | None = None, share: float = 1.0) -> torch.Tensor:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
@@ -147,9 +147,11 @@ class Step:
             self.set_width(Precision.E5M8)
         teacher = self.backward(ids)
         for number, width in enumerate(self.tiers):
-            self.set_width(width)
+            self.set_width(width, again=True)
             rows = slice(number, None, len(self.tiers))
             self.backward(ids[rows], teacher[rows], 1 / len(self.tiers))
+        if self.tiers:
+            share_gradients(self.model, self.refresh)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -12,9 +12,10 @@ constexpr int64_t kSmallWork = 16384;  // floats below which work outside produc
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// A multiple of what kernels take side by side.
-int64_t tile_grain(const Tiles& tiles) {
-    return round_up(std::max<int64_t>(1, kRangeBytes / (tiles.blocks * kBaseBytes)), kMostTiles);
+// A multiple of what kernels take side by side, but for matrices so small that threads would be left without work.
+int64_t tile_grain(const Tiles& tiles, int64_t all_tiles, int threads) {
+    const int64_t multiple = all_tiles >= 2 * kMostTiles * threads ? kMostTiles : 2;
+    return round_up(std::max<int64_t>(1, kRangeBytes / (tiles.blocks * kBaseBytes)), multiple);
 }
 
 // Rows of activations in a range, for work of `length` floats a row: all of them where that is little.
@@ -256,7 +257,8 @@ void Session::norm_and_quantize(Team& team, const float* x, int64_t count, const
 void Session::multiply(Team& team, std::initializer_list<Product> products) {
     int64_t tiles = 0;
     for (const Product& product : products) tiles += product.weight->tiles;
-    team.run(tiles, tile_grain(*products.begin()->weight), [&](int worker, int64_t first, int64_t last) {
+    const int64_t grain = tile_grain(*products.begin()->weight, tiles, team.threads());
+    team.run(tiles, grain, [&](int worker, int64_t first, int64_t last) {
         int64_t start = 0;
         for (const Product& product : products) {
             const int64_t from = std::max(first - start, int64_t{0}),

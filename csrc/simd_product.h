@@ -285,10 +285,11 @@ template <class V, int kPlanes, bool kFine> void multiply_packed(const Product& 
 // kTiles tiles with one row of activations, side by side: each is a stream of its own through memory, and more streams
 // have more reads under way.
 template <class V, int kPlanes, bool kFine, int kTiles> void multiply_one(const Product& product, int64_t tile) {
+    constexpr bool kWords = uses_words<V, kPlanes, kFine, 1>();
     for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
-        PackedSteps<V, kPlanes, false> steps[kTiles];
+        PackedSteps<V, kPlanes, kWords> steps[kTiles];
         for (int t = 0; t < kTiles; ++t) steps[t] = {*product.weight, tile + t, part};
-        multiply_rows<V, kPlanes, kFine, false, 1>(product, steps, tile, part, 0);
+        multiply_rows<V, kPlanes, kFine, kWords, 1>(product, steps, tile, part, 0);
     }
 }
 
@@ -321,9 +322,10 @@ void multiply_tiles(const Product& product, int64_t first, int64_t last, uint8_t
             multiply_unpacked<V, kPlanes, kFine>(product, tile, scratch);
         }
     }
-    if (product.batch == 1) {
-        constexpr int kTiles = V::tiles_of_one(kPlanes);
-        const int64_t whole = std::min(last, product.weight->rows / kTileRows);
+    constexpr int kTiles = V::tiles_of_one(kPlanes);
+    static_assert(kTiles <= kMostTiles, "ranges are multiples of kMostTiles");
+    if constexpr (kTiles > 1) {
+        const int64_t whole = product.batch == 1 ? std::min(last, product.weight->rows / kTileRows) : 0;
         for (; tile + kTiles <= whole; tile += kTiles) multiply_one<V, kPlanes, kFine, kTiles>(product, tile);
     }
     for (; tile < last; ++tile) multiply_packed<V, kPlanes, kFine>(product, tile, 0);

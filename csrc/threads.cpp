@@ -201,7 +201,7 @@ struct Team::Members {
     Job job;
 };
 
-Team::Team(int threads) : members_(new Members), alone_(threads < 2) {
+Team::Team(int threads) : members_(new Members), threads_(threads), alone_(threads < 2) {
     if (alone_) return;
     Job& job = members_->job;
     job.function = [](void* context, int64_t first, int64_t) {

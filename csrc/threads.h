@@ -29,6 +29,8 @@ class Team {
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
+    int threads() const { return threads_; }
+
     // Calls body(worker, first, last) over [0, items) in ranges of `grain`, worker below the number of threads, and
     // returns when all is done. Which worker gets a range is left to chance.
     template <class Body> void run(int64_t items, int64_t grain, const Body& body) {
@@ -60,6 +62,7 @@ class Team {
     void help(int worker);
 
     std::unique_ptr<Members> members_;
+    int threads_;
     bool alone_;
     uint64_t phase_ = 0;
     Phase phases_[2] = {};

@@ -59,7 +59,7 @@ class Idea:
     average: float = 0.0
     """The share of the run, at its end, whose weights are averaged."""
     delay: int | None = None
-    delay_apply: Apply = "mean"
+    delay_apply: Apply = "sum"
     normalise: bool = False
     """Give the gradient of every pass the norm of the first one's."""
     one_by_one: bool = False
@@ -229,7 +229,7 @@ class Lab:
         losses: dict[Any, Tensor] = {}
         held: list[Tensor] | None = None
         reference = torch.zeros(())
-        for number, step in enumerate(plan if self.trained.can_stack else one_by_one(plan, len(ids))):
+        for number, step in enumerate(plan if self.trained.fills_all else one_by_one(plan, len(ids))):
             if isinstance(step.width, tuple):
                 self.trained.stack(step.width)
             else:

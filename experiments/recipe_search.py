@@ -1,9 +1,9 @@
 """Trying ideas for the recipe: one row each, on WikiText-2's validation split.
 
-    python experiments/recipe_search.py --train train.npy --valid valid.npy --json FILE [--only a,b] [--share 1/3]
+    python experiments/recipe_search.py --train train.npy --valid valid.npy --json FILE [--round 8] [--only text]
     python experiments/recipe_search.py --train wiki.train.tokens --valid wiki.valid.tokens --quick     # on a CPU
 
-Every row is 400 updates of 16 x 512 tokens of SmolLM2-135M (whose weights come from a 4-bit file), one seed.
+Every row is 200 or 400 updates of 16 x 512 tokens of SmolLM2-135M (whose weights come from a 4-bit file), one seed.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def fading(start: float, first: Any, then: Any) -> Any:
     return lambda number, steps, losses: (first if number < start * steps else then)(number, steps, losses)
 
 
-def later(start: float, plan: Any) -> Any:
+def after(start: float, plan: Any) -> Any:
     """E5M8 alone for a share of the updates, then a plan."""
 
     def both(number: int, steps: int, losses: Any) -> Sequence[Pass]:
@@ -143,7 +143,7 @@ LOW = {M5: 0.1, M4: 0.35, M3: 0.55}
 REFINED4 = Format(exponent_by_error=M4)
 REFINED5 = Format()
 TIERS = (M3, M4)
-SHARED = ((M8, M4, 0.5), (M8, M3, 0.15))
+MIXED = ((M8, M4, 0.5), (M8, M3, 0.15))
 SHARES = ((M4, 0.5), (M3, 0.15))
 UNIFORM = dict.fromkeys(Precision, 1.0)
 
@@ -152,13 +152,13 @@ def tiers(plan: Any = None, learning_rate: float = 3e-4, **options: Any) -> Idea
     return Idea(plan or split(teacher=0.5), learning_rate, format=REFINED5, tiers=TIERS, **options)
 
 
-def late(plan: Any, **options: Any) -> Idea:
-    return tiers(plan, released=True, mixed=SHARED, **options)
+def released(plan: Any, **options: Any) -> Idea:
+    return tiers(plan, released=True, mixed=MIXED, **options)
 
 
 def chosen(learning_rate: float = 3e-4) -> Idea:
     """What came out of the rounds."""
-    return tiers(split(teacher=0.75), learning_rate, released=True, mixed=SHARED)
+    return tiers(split(teacher=0.75), learning_rate, shares=SHARES)
 
 
 def ideas(only: str) -> dict[str, Idea]:
@@ -259,21 +259,21 @@ def ideas(only: str) -> dict[str, Idea]:
         "7": {
             "tiers, released, carried M4 0.5 M3 0.25": tiers(released=True, carried=((M4, 0.5), (M3, 0.25))),
             "tiers, released, carried M4 1 M3 0.5": tiers(released=True, carried=((M4, 1.0), (M3, 0.5))),
-            "best": tiers(released=True, mixed=SHARED),
-            "best, 3/4 teacher": tiers(split(teacher=0.75), released=True, mixed=SHARED),
-            "best, 9 and 7": tiers(shares(16, 9, 7), released=True, mixed=SHARED),
-            "best, 12, 9 and 7": tiers(shares(12, 9, 7), released=True, mixed=SHARED),
-            "best, average of the last 0.3": tiers(released=True, mixed=SHARED, average=0.3),
-            "best, 2e-4": tiers(learning_rate=2e-4, released=True, mixed=SHARED),
+            "best": tiers(released=True, mixed=MIXED),
+            "best, 3/4 teacher": tiers(split(teacher=0.75), released=True, mixed=MIXED),
+            "best, 9 and 7": tiers(shares(16, 9, 7), released=True, mixed=MIXED),
+            "best, 12, 9 and 7": tiers(shares(12, 9, 7), released=True, mixed=MIXED),
+            "best, average of the last 0.3": tiers(released=True, mixed=MIXED, average=0.3),
+            "best, 2e-4": tiers(learning_rate=2e-4, released=True, mixed=MIXED),
         },
         # 400 updates, and cheaper.
         "8": {
-            "best, 3/4 teacher, not released": tiers(split(teacher=0.75), mixed=SHARED),
-            "best, 3/4 teacher": tiers(split(teacher=0.75), released=True, mixed=SHARED),
-            "3/4 teacher, in turns on 12": tiers(turns(teacher=0.75, blocks=12), mixed=SHARED),
-            "3/4 teacher, 12, 6 and 6": tiers(shares(12, 6, 6, teacher=0.75), mixed=SHARED),
-            "3/4 teacher, in turns on 14": tiers(turns(teacher=0.75, blocks=14), mixed=SHARED),
-            "3/4 teacher, 14, 6 and 6": tiers(shares(14, 6, 6, teacher=0.75), mixed=SHARED),
+            "best, 3/4 teacher, not released": tiers(split(teacher=0.75), mixed=MIXED),
+            "best, 3/4 teacher": tiers(split(teacher=0.75), released=True, mixed=MIXED),
+            "3/4 teacher, in turns on 12": tiers(turns(teacher=0.75, blocks=12), mixed=MIXED),
+            "3/4 teacher, 12, 6 and 6": tiers(shares(12, 6, 6, teacher=0.75), mixed=MIXED),
+            "3/4 teacher, in turns on 14": tiers(turns(teacher=0.75, blocks=14), mixed=MIXED),
+            "3/4 teacher, 14, 6 and 6": tiers(shares(14, 6, 6, teacher=0.75), mixed=MIXED),
             "bps": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True),
             "otaro, sum": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True, delay=10, delay_apply="sum"),
             "otaro, mean": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True, delay=10, delay_apply="mean"),
@@ -296,10 +296,10 @@ def ideas(only: str) -> dict[str, Idea]:
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {
-            "later 0.4, 10 and 10": late(later(0.4, shares(16, 10, 10, teacher=0.75))),
-            "later 0.5, 12 and 12": late(later(0.5, shares(16, 12, 12, teacher=0.75))),
-            "later 0.3, 8 and 8": late(later(0.3, split(teacher=0.75))),
-            "E5M5 as the high width": tiers(split(M5, teacher=0.75), released=True, mixed=SHARED),
+            "later 0.4, 10 and 10": released(after(0.4, shares(16, 10, 10, teacher=0.75))),
+            "later 0.5, 12 and 12": released(after(0.5, shares(16, 12, 12, teacher=0.75))),
+            "later 0.3, 8 and 8": released(after(0.3, split(teacher=0.75))),
+            "E5M5 as the high width": tiers(split(M5, teacher=0.75), released=True, mixed=MIXED),
         },
     }
     return rounds[only]

@@ -10,6 +10,7 @@ Scoring needs torch, numpy and transformers; the figures need lm-eval, whose own
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -129,38 +130,31 @@ def metrics(tasks: Mapping[str, Any], requests: Arrays, likelihoods: np.ndarray,
     """lm-eval's figures of every task from the scores, and the averages over tasks.
 
     `tasks` are lm-eval's, as `otaro.evaluate.tasks.load_tasks` gives them, with the documents the requests came from.
+    lm-eval's evaluator would build all requests again for every set of scores; what it does with scores is done here.
     """
-    from lm_eval.api.model import LM
+    from lm_eval.api.metrics import stderr_for_metric
 
     from otaro.evaluate.results import average
-    from otaro.evaluate.tasks import evaluate_task
 
-    class Replay(LM):  # type: ignore[misc]
-        """Answers with what was scored elsewhere."""
-
-        def __init__(self, answers: list[tuple[float, bool]]) -> None:
-            super().__init__()
-            self.answers = answers
-
-        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            if len(requests) != len(self.answers):
-                raise SystemExit(f"{len(self.answers)} scores for {len(requests)} requests: the documents are others")
-            return self.answers
-
-        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            raise NotImplementedError
-
-        def generate_until(self, requests: list[Any]) -> list[str]:
-            raise NotImplementedError
-
-    limit = int(requests["limit"])
     figures: dict[str, Any] = {}
     for number, name in enumerate(requests["names"].tolist()):
-        own = requests["task"] == number
+        task, own = tasks[name], requests["task"] == number
         answers = list(zip(likelihoods[own].tolist(), greedy[own].tolist(), strict=True))
-        found, _ = evaluate_task(Replay(answers), tasks[name], None if limit < 0 else limit)
-        own_figures = {key.removesuffix(",none"): value for key, value in found.items() if key.endswith(",none")}
-        figures[name] = own_figures | {"documents": found["sample_len"]}
+        starts = np.flatnonzero(np.diff(requests["documents"][own], prepend=-1)).tolist()
+        limit = int(requests["limit"])
+        documents = list(itertools.islice(task.eval_docs, None if limit < 0 else limit))
+        if len(documents) != len(starts):
+            raise SystemExit(f"{name} has {len(documents)} documents, the scores are of {len(starts)}")
+        values: dict[str, list[float]] = {}
+        for document, first, last in zip(documents, starts, [*starts[1:], len(answers)], strict=True):
+            for metric, value in task.process_results(document, answers[first:last]).items():
+                values.setdefault(metric, []).append(value)
+        figures[name] = {"documents": len(documents)}
+        for metric, found in values.items():
+            aggregate = task.aggregation()[metric]
+            figures[name][metric] = aggregate(found)
+            error = stderr_for_metric(aggregate, 1)
+            figures[name][f"{metric}_stderr"] = error(found) if len(found) > 1 else None
     return figures | {"average": average(list(figures.values()))}
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
+import itertools
 import torch
 from hard_weights import FORMATS, bits, hard_weight
 from otaro import sefp
@@ -21,22 +22,24 @@ from otaro.precision import Precision
 compared = 0
 for format in FORMATS:
     for dtype in (torch.float32, torch.float16):
-        weights = [hard_weight(columns, dtype) for columns in (5, 70)]
-        results = [torch.full_like(weight, float("nan")) for weight in weights]
-        batch = gpu.prepare(weights, results, format.group_size)
-        for precision in (Precision.E5M8, Precision.E5M6, Precision.E5M3):
-            gpu.run(batch, precision, format)
-            for weight, result in zip(weights, results):
-                expected = sefp.decode(sefp.encode(weight, precision, format), dtype)
-                assert torch.equal(bits(result), bits(expected)), (format, dtype, precision)
-                compared += 1
+        for lengths in ((5, 70), (128,)):
+            weights = [hard_weight(columns, dtype) for columns in lengths]
+            results = [torch.full_like(weight, float("nan")) for weight in weights]
+            batch = gpu.prepare(weights, results, format.group_size)
+            assert batch.flat == (lengths == (128,))
+            for precision in (Precision.E5M8, Precision.E5M6, Precision.E5M3):
+                gpu.run(batch, precision, format)
+                for weight, result in zip(weights, results):
+                    expected = sefp.decode(sefp.encode(weight, precision, format), dtype)
+                    assert torch.equal(bits(result), bits(expected)), (format, dtype, precision)
+                    compared += 1
 weight = hard_weight(130, torch.float32).reshape(4, 5, 130)
 narrow = torch.empty_like(weight, dtype=torch.float16)
 gpu.run(gpu.prepare([weight], [narrow], 64), Precision.E5M4, sefp.Format())
 assert torch.equal(narrow, sefp.decode(sefp.encode(weight, Precision.E5M4), torch.float16))
-for format in FORMATS:
+for format, columns in itertools.product(FORMATS, (70, 128)):
     if format.scheme == "nested":
-        weight = hard_weight(70, torch.float32)
+        weight = hard_weight(columns, torch.float32)
         generator = torch.Generator().manual_seed(1)
         scale = weight.abs().amax(-1, keepdim=True).clamp(max=1e30)
         narrow, wide = (weight + 0.2 * scale * torch.randn(weight.shape, generator=generator) for _ in range(2))
@@ -74,7 +77,7 @@ print(compared)
 
 STACKED = """
 import torch
-from architectures import random_model
+from transformers import AutoModelForCausalLM, LlamaConfig
 from otaro import convert
 from otaro.precision import Precision
 from otaro.sefp import Format
@@ -82,16 +85,20 @@ from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import add_tiers, share_gradients
 
 low = [Precision.E5M3, Precision.E5M4]
-model = random_model("llama")
+sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": True}
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads))
 convert.simulate(model, Format())
 add_tiers(model, low)
 generator = torch.Generator().manual_seed(0)
 with torch.no_grad():
     for parameter in model.parameters():
-        parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+        parameter.add_(0.3 * (0.01 + parameter.std()) * torch.randn(parameter.shape, generator=generator))
+    model.model.layers[0].mlp.up_proj.weight[:3] = 0
 Refresher._fills = lambda self, layer: True
 refresher = Refresher(model)
-assert refresher.can_stack
+assert refresher.fills_all
 ids = torch.randint(0, model.config.vocab_size, (4, 6), generator=generator)
 
 def passes(stacked):
@@ -145,7 +152,7 @@ def interpreted(program: str) -> str:
 
 
 def test_every_format_in_the_interpreter() -> None:
-    assert int(interpreted(PROGRAM)) == 28 * 2 * 3 * 2 + 20 * (6 + 6) + 6
+    assert int(interpreted(PROGRAM)) == 28 * 2 * 3 * (2 + 1) + 20 * 2 * (6 + 6) + 6
 
 
 def test_stacked_widths_are_those_computed_one_by_one() -> None:

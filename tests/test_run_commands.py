@@ -120,6 +120,9 @@ def test_bench_measures_every_width_asked_for(
     assert machine["versions"]["numpy"]
     assert [row["text"] for row in figures["speculation"]] == ["answers", "prose"]
     rows = figures["results"]
+    short = tmp_path / "short.json"
+    assert main(["bench", folder, "--precisions", "E5M4", *arguments, "--no-speculation", "--json", str(short)]) == 0
+    assert json.loads(short.read_text())["speculation"] == []
     assert [row["precision"] for row in rows] == ["E5M8", "E5M3"]
     assert rows[0]["weight_bytes"] > 1.7 * rows[1]["weight_bytes"]
     for row in rows:

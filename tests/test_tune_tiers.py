@@ -19,7 +19,7 @@ from otaro.precision import Precision
 from otaro.sefp import Format, Tiers
 from otaro.tune.data import IGNORED
 from otaro.tune.distillation import distilled_loss
-from otaro.tune.tiers import add_tiers, settle, settle_model
+from otaro.tune.tiers import add_tiers, settle, settle_model, share_gradients
 from otaro.tune.trainer import OtaroTrainer
 
 M8, M7, M6, M5, M4, M3 = Precision
@@ -181,13 +181,34 @@ def test_only_nested_has_tiers() -> None:
         add_tiers(layer, [M3])
 
 
-def share_by_hand(model: nn.Module) -> None:
-    """Three twentieths of the widest width's gradient for E5M3, half of it for E5M4."""
+def share_by_hand(model: nn.Module, format: Format) -> int:
+    """Three twentieths of the widest width's gradient for E5M3, half of it for E5M4; and E5M4's own where E5M3's cell
+    holds an E5M4 weight back, for E5M3. Returns how many weights that were."""
     parameters = dict(model.named_parameters())
+    count = 0
+    for name, narrow in parameters.items():
+        if name.endswith("_E5M3"):
+            weight, wide = parameters[name.removesuffix("_E5M3")], parameters[name.removesuffix("3") + "4"]
+            free, bound = (
+                sefp.decode(sefp.encode_unchecked(weight.detach(), M4, format, tiers))
+                for tiers in ([(M4, wide.detach())], [(M3, narrow.detach()), (M4, wide.detach())])
+            )
+            narrow.grad = narrow.grad + wide.grad * (free != bound)
+            count += int((free != bound).sum())
     for name, parameter in parameters.items():
         for width, share in (("E5M3", 0.15), ("E5M4", 0.5)):
             if name.endswith(f"_{width}"):
                 parameter.grad = parameter.grad + share * parameters[name.removesuffix(f"_{width}")].grad
+    return count
+
+
+def part_tiers(model: nn.Module) -> None:
+    """Move the tiers away from the weights they begin as."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("_E5M3", "_E5M4")):
+                parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator))
 
 
 def test_a_run_by_hand(tmp_path: Path) -> None:
@@ -196,6 +217,8 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     model = random_model("llama")
     convert.simulate(model, run.args.format, run.args.floor)
     add_tiers(model, [M3, M4])
+    part_tiers(run.model)
+    model.load_state_dict(run.model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for number, ids in enumerate(batch["input_ids"] for batch in run.get_train_dataloader()):
         convert.set_precision(model, M8)
@@ -209,7 +232,7 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
             expected = teacher[rows, :-1].softmax(-1)
             divergence = (expected * (expected.log() - logits.log_softmax(-1))).sum(-1).mean()
             ((0.5 * cross_entropy + 0.5 * divergence) / 2).backward()
-        share_by_hand(model)
+        assert share_by_hand(model, run.args.format) > 1000
         optimizer.step()
         optimizer.zero_grad()
     settle_model(model)
@@ -240,6 +263,18 @@ def test_every_tier_learns_and_nothing_of_them_is_left(tmp_path: Path) -> None:
         assert last[f"eval_loss_{width}"] < 0.9 * first[f"eval_loss_{width}"]
     assert not any(name.endswith(("_E5M3", "_E5M4")) for name in run.model.state_dict())
     assert run.path.counts == {M8: 40, M4: 40, M3: 40, M7: 0, M6: 0, M5: 0}
+
+
+def test_a_tier_without_a_pass_takes_no_share_and_keeps_none_from_the_other() -> None:
+    model = random_model("llama")
+    convert.simulate(model, Format())
+    add_tiers(model, [M3, M4])
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight.grad = torch.ones_like(layer.weight)
+    layer.weight_E5M4.grad = torch.ones_like(layer.weight)
+    share_gradients(model)
+    assert layer.weight_E5M3.grad is None
+    assert torch.equal(layer.weight_E5M4.grad, torch.full_like(layer.weight, 1.5))
 
 
 def test_a_batch_of_one_goes_to_the_tiers_in_turn(tmp_path: Path) -> None:
@@ -303,7 +338,7 @@ def test_sequences_without_a_label_do_not_count(tmp_path: Path) -> None:
         found = model(input_ids=ids[rows]).logits[:, :-1][marked].log_softmax(-1)
         expected = outputs.logits.detach()[rows, :-1][marked].softmax(-1)
         ((expected * (expected.log() - found)).sum(-1).mean() / 2).backward()
-    share_by_hand(model)
+    share_by_hand(model, run.args.format)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.sub_(0.05 * parameter.grad)

@@ -26,7 +26,7 @@ LENGTHS = (4, 3, 2)
 FEWEST_REPEATED = 2
 DRAFT_COST, CHECK_COST = 0.55, 0.07
 """Of drafting a token and of checking one more, where running a token alone costs 1."""
-MEMORY = 0.8
+MEMORY = 0.95
 """What the gains so far still count after another check."""
 LARGEST_LOSS = 2.0
 """In tokens, before a rest."""

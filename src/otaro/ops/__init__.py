@@ -148,13 +148,15 @@ def straight_through(weight: Tensor, values: Tensor) -> Tensor:
 def stacked_linear(x: Tensor, values: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
     """The rows of `x` in equal parts, each through one of the stacked values, whose gradients go to the weights."""
     result: Tensor = _StackedLinear.apply(x.to(values.dtype), values, *weights)  # type: ignore[no-untyped-call]
-    return result if bias is None else result + bias
+    return result if bias is None else result + bias.to(result.dtype)
 
 
 def stacked_embedding(
     ids: Tensor, values: Tensor, weights: tuple[Tensor, ...], padding_idx: int | None = None
 ) -> Tensor:
     """The ids in equal parts, each looked up in one of the stacked tables, whose gradients go to the weights."""
+    if len(ids) % len(values):
+        raise ValueError(f"{len(ids)} sequences are not {len(values)} equal parts")
     tables = [straight_through(weight, table) for weight, table in zip(weights, values, strict=True)]
     parts = zip(ids.chunk(len(tables)), tables, strict=True)
     return torch.cat([torch.nn.functional.embedding(part, table, padding_idx) for part, table in parts])

@@ -238,7 +238,7 @@ def _share_kernel(
     wide_tier = _loaded(wide_tiers, tensor, offset, own, negated, polarity, flat, source_type)
     code = _nested_code(wide_tier, field, low)
     bound = _within(code, _nested_code(narrow_tier, field, low), 8 - narrow)
-    held = (code >> (8 - wide)) != (bound >> (8 - wide))
+    held = ((code >> (8 - wide)) != (bound >> (8 - wide))) & ((kept & 64) == 0)[:, None]
 
     place = _pointer(weight_gradients, tensor, flat, source_type) + offset
     given = tl.load(place, mask=own, other=0.0).to(tl.float32)
@@ -301,12 +301,9 @@ def prepare(
     per_block = BLOCK_WEIGHTS // group_size
     columns = [source.shape[-1] for source in sources]
     groups = [source.numel() // width * -(-width // group_size) for source, width in zip(sources, columns, strict=True)]
-    tensor_of: list[int] = []
-    start_of: list[int] = []
-    for index, count in enumerate(groups):
-        blocks = range(0, count, per_block)
-        tensor_of += [index] * len(blocks)
-        start_of += blocks
+    blocks = torch.tensor([-(-count // per_block) for count in groups])
+    tensor_of = torch.arange(len(blocks)).repeat_interleave(blocks)
+    start_of = (torch.arange(len(tensor_of)) - (blocks.cumsum(0) - blocks)[tensor_of]) * per_block
     device = sources[0].device
 
     def table(values: list[int], dtype: torch.dtype) -> Tensor:
@@ -321,8 +318,8 @@ def prepare(
         table(groups, torch.int32),
         table([0, *itertools.accumulate(groups)], torch.int64),
         torch.zeros(sum(groups) if tiers else 0, dtype=torch.uint8, device=device) if fields is None else fields,
-        table(tensor_of, torch.int32),
-        table(start_of, torch.int32),
+        tensor_of.to(device, torch.int32),
+        start_of.to(device, torch.int32),
     )
     kept = tuple((width, tuple(tier)) for width, tier in tiers)
     everything = [*sources, *results, *(tensor for _, tier in tiers for tensor in tier)]

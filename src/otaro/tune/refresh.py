@@ -55,7 +55,7 @@ class Refresher:
             layer.values = layer.trained = None
 
     @property
-    def can_stack(self) -> bool:
+    def fills_all(self) -> bool:
         """Whether every simulated weight is one that this fills."""
         return bool(self._layers) and not self._others and all(self._fills(layer) for layer in self._layers)
 
@@ -76,15 +76,22 @@ class Refresher:
 
         The weights have not changed since the last call.
         """
-        if not self.can_stack:
+        if not self.fills_all:
             return False
         from otaro.ops import gpu
 
+        jobs: list[Any] = []
+        everything: list[Any] = []
         for _, shared in self._groups([WIDEST] * len(self._layers)):
             first = [layers[0] for layers in shared]
             widths = self._tier_widths(first[0])
             gradients: Any = [layer.weight.grad for layer in first]
             tiers: Any = [[layer.tiers["weight"][index][1].grad for layer in first] for index in range(len(widths))]
+            everything += [gradients, *tiers]
+            jobs.append((first, widths, gradients, tiers))
+        if any(gradient is None for tensors in everything for gradient in tensors):
+            return False
+        for first, widths, gradients, tiers in jobs:
             if len(widths) == gpu.MOST_TIERS:
                 batch = next(iter(self._batches[self._key(first)].values()))
                 gpu.share(batch, first[0].format, gradients, tiers, [share_of(width) for width in widths])

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -137,20 +137,22 @@ def share_gradients(
         fused: dict[str, bool] = getattr(module, "fused", {})
         for name, tiers in module.tiers.items():
             weight: Any = module._parameters[name]
-            if id(weight) in seen or any(each.grad is None for each in (weight, *(tier for _, tier in tiers))):
+            if id(weight) in seen or weight.grad is None:
                 continue
             seen.add(id(weight))
             turned = fused.get(name, False)
-            own = own_rows(weight.detach(), turned)
+            own, given = own_rows(weight.detach(), turned), own_rows(weight.grad, turned)
             listed = [(width, own_rows(tier.detach(), turned)) for width, tier in tiers]
-            gradients = [own_rows(cast(Tensor, tier.grad), turned) for _, tier in tiers]
-            given = own_rows(weight.grad, turned)
-            for number, (width, _) in enumerate(listed):
-                if number:
+            gradients = [None if tier.grad is None else own_rows(tier.grad, turned) for _, tier in tiers]
+            for number, ((width, _), gradient) in enumerate(zip(listed, gradients, strict=True)):
+                if gradient is None:
+                    continue  # it had no pass in this update
+                narrower = gradients[number - 1] if number else None
+                if narrower is not None:
                     quantize = partial(ops.quantize_backend(own.device).quantize, own, width, module.format)
                     held = quantize(listed[number : number + 1]) != quantize(listed[: number + 1])
-                    gradients[number - 1].add_(gradients[number] * held)
-                gradients[number].add_(given, alpha=share_of(width))
+                    narrower.add_(gradient * held)
+                gradient.add_(given, alpha=share_of(width))
 
 
 @torch.no_grad()

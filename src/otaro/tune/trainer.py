@@ -169,7 +169,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self.accelerator.sync_gradients:
             if copies:
                 average_gradients(model)
-            share_gradients(model)
+            share_gradients(model, self._refresh)
         return loss
 
     def _train_tiers(self, model: nn.Module, inputs: dict[str, Any]) -> None:
