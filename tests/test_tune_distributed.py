@@ -66,8 +66,8 @@ def check_equal(folder: Path, whole: Path, weights: dict[str, torch.Tensor]) -> 
     "batch, sharded, options",
     [
         (2, False, {}),
-        # Half as many updates: a rounding error that puts a weight into another cell sends its gradient another way, and
-        # after a dozen updates that is seen in the fifth digit of the loss.
+        # Half as many updates: a rounding error that puts a weight into another cell sends its gradient another way,
+        # and after a dozen updates that is seen in the fifth digit of the loss.
         (2, False, {"method": "tiers", "max_steps": 9}),
         (1, False, {"method": "tiers", "max_steps": 9, "gradient_accumulation_steps": 2}),
         (1, True, {"method": "tiers", "max_steps": 9, "gradient_accumulation_steps": 2, "architecture": "llama-tied"}),
