@@ -74,11 +74,22 @@ def _squared_error(weight, own, field, candidate, low, by_error):
 
 
 @triton.jit
-def _places(program, block_start, columns, groups, flat: tl.constexpr, group_size: tl.constexpr, count: tl.constexpr):
-    """The numbers of a program's groups, where their weights lie, and which there are."""
+def _places(
+    block_tensor,
+    block_start,
+    all_columns,
+    all_groups,
+    flat: tl.constexpr,
+    group_size: tl.constexpr,
+    count: tl.constexpr,
+):
+    """A program's tensor, the numbers of its groups, which there are, and where their weights lie."""
+    program = tl.program_id(0)
+    tensor = tl.load(block_tensor + program)
+    columns = tl.load(all_columns + tensor)
     start = tl.load(block_start + program)
     group = start + tl.arange(0, count)
-    there = group < groups
+    there = group < tl.load(all_groups + tensor)
     if flat:
         within = tl.arange(0, count)[:, None] * group_size + tl.arange(0, group_size)[None, :]
         offset = start.to(tl.int64) * group_size + within
@@ -88,7 +99,7 @@ def _places(program, block_start, columns, groups, flat: tl.constexpr, group_siz
         column = (group % per_row)[:, None] * group_size + tl.arange(0, group_size)[None, :]
         offset = (group // per_row).to(tl.int64)[:, None] * columns + column
         own = there[:, None] & (column < columns)
-    return group, there, offset, own
+    return tensor, group, there, offset, own
 
 
 @triton.jit
@@ -134,11 +145,8 @@ def _quantize_kernel(
     source_type: tl.constexpr,
     result_type: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    tensor = tl.load(block_tensor + program)
-    groups = tl.load(all_groups + tensor)
-    group, there, offset, own = _places(
-        program, block_start, tl.load(all_columns + tensor), groups, flat, group_size, groups_per_block
+    tensor, group, there, offset, own = _places(
+        block_tensor, block_start, all_columns, all_groups, flat, group_size, groups_per_block
     )
     here = fields + tl.load(first_groups + tensor) + group
     if known:
@@ -224,11 +232,8 @@ def _share_kernel(
     groups_per_block: tl.constexpr,
     source_type: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    tensor = tl.load(block_tensor + program)
-    groups = tl.load(all_groups + tensor)
-    group, there, offset, own = _places(
-        program, block_start, tl.load(all_columns + tensor), groups, flat, group_size, groups_per_block
+    tensor, group, there, offset, own = _places(
+        block_tensor, block_start, all_columns, all_groups, flat, group_size, groups_per_block
     )
     kept = tl.load(fields + tl.load(first_groups + tensor) + group, mask=there, other=1).to(tl.int32)
     field = kept & 31
