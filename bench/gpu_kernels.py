@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,12 @@ def check_tiers() -> int:
         for shape in ((192, 640), (33, 100)):
             weight, narrow, wide = (torch.randn(shape, generator=generator, device="cuda") * 0.02 for _ in range(3))
             both = [(M3, narrow), (M4, wide)]
-            result = torch.empty_like(weight)
-            batch = gpu.prepare([weight], [result], format.group_size, [(width, [tier]) for width, tier in both])
-            for again in (False, True):
-                for precision in Precision:
+            for dtype in (torch.float32, torch.bfloat16):
+                result = torch.empty_like(weight, dtype=dtype)
+                batch = gpu.prepare([weight], [result], format.group_size, [(width, [tier]) for width, tier in both])
+                for again, precision in product((False, True), Precision):
                     gpu.run(batch, precision, format, again=again)
-                    expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, both))
+                    expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, both)).to(dtype)
                     if not torch.equal(result, expected):
                         raise SystemExit(f"the kernel differs from the codec: {format} {shape} {precision} {again}")
                     compared += 1
@@ -103,8 +104,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU")
     if arguments.search:
-        for gpu.BLOCK_WEIGHTS in (1024, 2048, 4096):
-            for gpu.WARPS in (2, 4, 8):
+        for gpu.BLOCK_WEIGHTS in (512, 1024, 2048):
+            for gpu.WARPS in (4, 8, 16):
                 found = measure(arguments.shape, 3)["kernels"]
                 print(
                     gpu.BLOCK_WEIGHTS,

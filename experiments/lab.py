@@ -114,6 +114,8 @@ class Lab:
         self.captured = compiled
         self.graphs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self.pool: Any = None
+        self.preparing = 0.0
+        """Seconds spent on compiling and capturing."""
         self.loss: Any = loss_and_gradient
         self.score: Any = self._score
         if compiled:
@@ -189,6 +191,8 @@ class Lab:
         self, ids: Tensor, targets: Tensor, teacher: Tensor | None, step: Pass, key: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """The pass as a CUDA graph: a small model's many small launches would cost more than their work."""
+        self.wait()
+        started = time.perf_counter()
         given, wanted = ids.clone(), targets.clone()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         kept = [gradient.clone() for gradient in gradients]
@@ -214,6 +218,8 @@ class Lab:
             raise SystemExit(f"the captured pass differs from the plain one by {difference} of its gradient")
         torch._foreach_copy_(gradients, kept)
         self.graphs[key] = (graph, given, wanted, *outputs)
+        self.wait()
+        self.preparing += time.perf_counter() - started
         return self.graphs[key]
 
     def passes(
@@ -366,6 +372,7 @@ class Lab:
         order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
         while len(order) < steps * batch:
             order = torch.cat([order, torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed + 1))])
+        order = order.to(self.device)  # now: a copy in every update would wait for the one before
         parameters = list(self.model.parameters())
         for parameter in parameters:
             # Captured passes add to gradients where they lie.
@@ -390,19 +397,19 @@ class Lab:
         losses: dict[Precision | None, float] = {}
         widths: dict[str, int] = {}
         started = settled = time.perf_counter()
+        self.preparing = prepared = 0.0
         first = min(20, steps - 1)
         for number in range(steps):
             if number == first:
-                # Compiling and capturing are over.
                 self.wait()
-                settled = time.perf_counter()
+                settled, prepared = time.perf_counter(), self.preparing
             warm = min(1.0, (number + 1) / max(1.0, idea.warm_up * steps))
             faded = 0.5 * (1 + math.cos(math.pi * number / steps)) if idea.schedule == "cosine" else 1.0
             if idea.schedule == "linear":
                 faded = 1 - number / steps
             for group in inner.param_groups:
                 group["lr"] = idea.learning_rate * warm * faded * group.get("rate", 1.0)
-            chosen = order[number * batch : (number + 1) * batch].to(self.device)
+            chosen = order[number * batch : (number + 1) * batch]
             ids = blocks[chosen]
             aims = ids if targets is None else targets[chosen]
             plan = idea.plan(number, steps, losses)
@@ -446,7 +453,7 @@ class Lab:
         ended = time.perf_counter()
         result: dict[str, Any] = {
             "seconds": ended - started,
-            "step_seconds": (ended - settled) / (steps - first),
+            "step_seconds": (ended - settled - (self.preparing - prepared)) / (steps - first),
             "passes": widths,
         }
         if idea.tiers:

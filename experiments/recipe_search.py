@@ -145,6 +145,7 @@ REFINED5 = Format()
 TIERS = (M3, M4)
 MIXED = ((M8, M4, 0.5), (M8, M3, 0.15))
 SHARES = ((M4, 0.5), (M3, 0.15))
+BOTH = (M8, M8, M5, M5)  # with E5M4 and E5M3 in turns every pair of them
 UNIFORM = dict.fromkeys(Precision, 1.0)
 
 
@@ -284,14 +285,16 @@ def ideas(only: str) -> dict[str, Idea]:
             "together on 14, E5M5 as the high width": tiers(together(14, high=(M5,)), shares=SHARES),
             "together on 14, tiers' rate 0.7": tiers(together(14), shares=SHARES, tier_rate=0.7),
         },
+        # 400 updates; updates do not wait for each other any more.
         "11": {
-            "in turns on 16, reused, E5M8 and E5M5 in turns": tiers(
-                turns((M8, M8, M5, M5), teacher=0.75, weight=0.5), shares=SHARES, reused=True
-            ),
-            "in turns on 16, reused": tiers(turns(teacher=0.75, weight=0.5), shares=SHARES, reused=True),
-            "together on 14, E5M8 and E5M5 in turns": tiers(together(14, high=(M8, M5)), shares=SHARES),
-            "in turns on 16, reused, E5M8, E5M6 and E5M5 in turns": tiers(
-                turns((M8, M8, M5, M5, M6, M6), teacher=0.75, weight=0.5), shares=SHARES, reused=True
+            "fp16": Idea(fixed(None), 3e-4, format=REFINED5),
+            "in turns, reused, E5M8 and E5M5": tiers(turns(BOTH, teacher=0.75, weight=0.5), shares=SHARES, reused=True),
+            "in turns, tiers' rate 1.4, E5M8 and E5M5": tiers(turns(BOTH, teacher=0.75), shares=SHARES, tier_rate=1.4),
+            "in turns, tiers' rate 1.4": tiers(turns(teacher=0.75), shares=SHARES, tier_rate=1.4),
+            "in turns on 16, then on 8, tiers' rate 1.4, E5M8 and E5M5": tiers(
+                fading(0.6, turns(BOTH, teacher=0.75), turns(BOTH, teacher=0.75, blocks=8)),
+                shares=SHARES,
+                tier_rate=1.4,
             ),
         },
         # 400 updates; the low widths later, and on more blocks then.
