@@ -68,8 +68,8 @@ class Idea:
     """The widths with weights of their own, narrowest first (see `otaro.tune.tiers`)."""
     mixed: tuple[tuple[Precision, Precision, float], ...] = ()
     """(from, to, share): the tier `to` also gets this share of the gradient of the tier `from`."""
-    tier_rate: float = 1.0
-    """The tiers' learning rate, as a multiple."""
+    tier_rates: tuple[tuple[Precision, float], ...] = ()
+    """(tier, multiple of the learning rate), where it is not 1."""
     shares: tuple[tuple[Precision, float], ...] = ()
     """(tier, share of the weight's gradient): what `otaro.tune.tiers.share_gradients` does."""
     carried: tuple[tuple[Precision, float], ...] = ()
@@ -382,12 +382,13 @@ class Lab:
             inner = torch.optim.SGD(parameters, lr=idea.learning_rate)
         else:
             fused = self.device.type == "cuda"
-            of_tiers = {id(tier) for layer in self.layers for _, tier in layer.tiers.get("weight", ())}
+            width_of = {id(tier): width for layer in self.layers for width, tier in layer.tiers.get("weight", ())}
+            rates: list[tuple[Precision | None, float]] = [(None, 1.0)]
+            rates += [(width, dict(idea.tier_rates).get(width, 1.0)) for width in idea.tiers]
             groups = [
-                {"params": [each for each in parameters if (id(each) in of_tiers) == is_tier], "rate": rate}
-                for is_tier, rate in ((False, 1.0), (True, idea.tier_rate))
+                {"params": [each for each in parameters if width_of.get(id(each)) == width], "rate": rate}
+                for width, rate in rates
             ]
-            groups = [group for group in groups if group["params"]]
             inner = torch.optim.AdamW(groups, lr=idea.learning_rate, betas=idea.betas, weight_decay=0, fused=fused)
         ultra_low = [Precision.E5M4, Precision.E5M3]
         optimizer = inner if idea.delay is None else DelayedOptimizer(inner, ultra_low, idea.delay, idea.delay_apply)

@@ -106,14 +106,22 @@ def shares(high: int, middle: int, low: int, *, teacher: float = 0.5) -> Any:
 
 
 def turns(
-    high: Sequence[Precision] = (M8,), *, teacher: float = 0.5, blocks: int | None = None, weight: float = 1.0
+    high: Sequence[Precision] = (M8,),
+    low: Sequence[Precision] = (M4, M3),
+    *,
+    teacher: float = 0.5,
+    blocks: int | None = None,
+    weight: float = 1.0,
 ) -> Any:
-    """A high width, in turns, and in turns E5M4 and E5M3, on the whole batch or on its first blocks."""
+    """A high width, in turns, and in turns the low ones, on the whole batch or on its first blocks."""
 
     def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
         part = slice(0, blocks)
-        low = Pass((M4, M3)[number % 2], weight=weight, labels=1 - teacher, teacher=teacher, part=part)
-        return [Pass(high[number % len(high)]), low]
+        width = low[number % len(low)]
+        return [
+            Pass(high[number % len(high)]),
+            Pass(width, weight=weight, labels=1 - teacher, teacher=teacher, part=part),
+        ]
 
     return plan
 
@@ -145,6 +153,8 @@ REFINED5 = Format()
 TIERS = (M3, M4)
 MIXED = ((M8, M4, 0.5), (M8, M3, 0.15))
 SHARES = ((M4, 0.5), (M3, 0.15))
+FASTER = ((M4, 1.4), (M3, 1.4))
+TWICE = (M4, M3, M4)
 BOTH = (M8, M8, M5, M5)  # with E5M4 and E5M3 in turns every pair of them
 UNIFORM = dict.fromkeys(Precision, 1.0)
 
@@ -283,18 +293,37 @@ def ideas(only: str) -> dict[str, Idea]:
             "together on 16": tiers(together(16), shares=SHARES),
             "together on 16, then on 8": tiers(fading(0.5, together(16), together(8)), shares=SHARES),
             "together on 14, E5M5 as the high width": tiers(together(14, high=(M5,)), shares=SHARES),
-            "together on 14, tiers' rate 0.7": tiers(together(14), shares=SHARES, tier_rate=0.7),
+            "together on 14, tiers' rate 0.7": tiers(together(14), shares=SHARES, tier_rates=((M4, 0.7), (M3, 0.7))),
         },
         # 400 updates; updates do not wait for each other any more.
         "11": {
             "fp16": Idea(fixed(None), 3e-4, format=REFINED5),
             "in turns, reused, E5M8 and E5M5": tiers(turns(BOTH, teacher=0.75, weight=0.5), shares=SHARES, reused=True),
-            "in turns, tiers' rate 1.4, E5M8 and E5M5": tiers(turns(BOTH, teacher=0.75), shares=SHARES, tier_rate=1.4),
-            "in turns, tiers' rate 1.4": tiers(turns(teacher=0.75), shares=SHARES, tier_rate=1.4),
+            "in turns, tiers' rate 1.4, E5M8 and E5M5": tiers(
+                turns(BOTH, teacher=0.75), shares=SHARES, tier_rates=FASTER
+            ),
+            "in turns, tiers' rate 1.4": tiers(turns(teacher=0.75), shares=SHARES, tier_rates=FASTER),
             "in turns on 16, then on 8, tiers' rate 1.4, E5M8 and E5M5": tiers(
                 fading(0.6, turns(BOTH, teacher=0.75), turns(BOTH, teacher=0.75, blocks=8)),
                 shares=SHARES,
-                tier_rate=1.4,
+                tier_rates=FASTER,
+            ),
+        },
+        "12": {
+            "E5M4 twice, E5M3's rate 1.4": tiers(
+                turns(low=TWICE, teacher=0.75), shares=SHARES, tier_rates=((M3, 1.4),)
+            ),
+            "E5M4 twice, tiers' rate 1.4": tiers(turns(low=TWICE, teacher=0.75), shares=SHARES, tier_rates=FASTER),
+            "in turns, then E5M4 thrice, E5M3's rate 1.4": tiers(
+                fading(0.5, turns(teacher=0.75), turns(low=(M4, M4, M4, M3), teacher=0.75)),
+                shares=SHARES,
+                tier_rates=((M3, 1.4),),
+            ),
+            "E5M4 twice, E5M3's rate 1.4, all of E5M8's gradient to E5M4": tiers(
+                turns(low=TWICE, teacher=0.75), shares=((M4, 1.0), (M3, 0.15)), tier_rates=((M3, 1.4),)
+            ),
+            "E5M4 twice, E5M3's rate 1.4, teacher": tiers(
+                turns(low=TWICE, teacher=1.0), shares=SHARES, tier_rates=((M3, 1.4),)
             ),
         },
         # 400 updates; the low widths later, and on more blocks then.

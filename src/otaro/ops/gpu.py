@@ -22,7 +22,7 @@ from torch import Tensor
 from otaro.precision import Precision
 from otaro.sefp import SCHEMES, WEIGHT_DTYPES, Format, Tiers
 
-BLOCK_WEIGHTS = 1024
+BLOCK_WEIGHTS = 512
 WARPS = 8
 MOST_TIERS = 2
 ALIGNMENT = 16
