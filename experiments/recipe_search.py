@@ -168,8 +168,9 @@ def released(plan: Any, **options: Any) -> Idea:
 
 
 def chosen(learning_rate: float = 3e-4) -> Idea:
-    """What came out of the rounds."""
-    return tiers(split(teacher=0.75), learning_rate, shares=SHARES)
+    """What came out of the rounds: `--recipe default`, in batches of 16."""
+    first, then = turns(teacher=0.75), turns(low=(M4, M4, M4, M3), teacher=0.75, blocks=12)
+    return tiers(fading(0.5, first, then), learning_rate, shares=SHARES, tier_rates=((M3, 1.4),))
 
 
 def ideas(only: str) -> dict[str, Idea]:

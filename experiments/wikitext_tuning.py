@@ -64,7 +64,7 @@ RUNS: dict[str, dict[str, Callable[[int], Idea]]] = {
     },
     "ablation": {
         **{f"bps, λ {exploration}": lambda seed, e=exploration: bps(e) for exploration in (3.0, 4.0, 5.0, 6.0, 7.0)},
-        **{f"otaro, N {n}": lambda seed, n=n: bps(delay=n, delay_apply="mean") for n in (5, 10, 20)},
+        **{f"otaro, N {n}": lambda seed, n=n: bps(delay=n, delay_apply="sum") for n in (5, 10, 20)},
     },
 }
 
