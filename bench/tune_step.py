@@ -102,6 +102,7 @@ class Step:
         self.model = random_model(arguments.shape, self.device).train()
         self.widths = itertools.cycle(Precision) if method == "otaro" else None
         self.tiers = [Precision.E5M3, Precision.E5M4] if method == "tiers" else []
+        self.turns = itertools.cycle(self.tiers)
         convert.simulate(self.model, Format())
         add_tiers(self.model, self.tiers)
         self.refresh = Refresher(self.model, torch.bfloat16)
@@ -130,11 +131,11 @@ class Step:
         convert.set_precision(self.model, width)
         self.refresh(again=again)
 
-    def backward(self, ids: torch.Tensor, teacher: torch.Tensor | None = None, share: float = 1.0) -> torch.Tensor:
+    def backward(self, ids: torch.Tensor, teacher: torch.Tensor | None = None) -> torch.Tensor:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
             loss, logits = self.loss(hidden, ids, teacher)
-        (share * loss).backward()
+        loss.backward()
         predictions: torch.Tensor = logits
         return predictions
 
@@ -146,11 +147,9 @@ class Step:
         elif self.tiers:
             self.set_width(Precision.E5M8)
         teacher = self.backward(ids)
-        for number, width in enumerate(self.tiers):
-            self.set_width(width, again=True)
-            rows = slice(number, None, len(self.tiers))
-            self.backward(ids[rows], teacher[rows], 1 / len(self.tiers))
         if self.tiers:
+            self.set_width(next(self.turns), again=True)
+            self.backward(ids, teacher)
             share_gradients(self.model, self.refresh)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -77,7 +77,8 @@ def run(arguments: argparse.Namespace) -> None:
     blocks, targets = blocks[: -len(held)], targets[: -len(held)]
     prepared = list(batches(requests, 65536 if device.type == "cuda" else 2048))
     lab = Lab(arguments.model, device, compiled=device.type == "cuda")
-    scores: dict[str, Any] = {"machine": json.dumps(common.machine()), "settings": json.dumps(vars(arguments))}
+    settings = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "seed")}
+    scores: dict[str, Any] = {"machine": json.dumps(common.machine()), "settings": json.dumps(settings)}
     rates = {}
     for rate in arguments.learning_rates.split(","):
         lab.tune(

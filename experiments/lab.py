@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import common
@@ -35,11 +35,11 @@ PLAIN = Format(polarity=False, exponent_by_error=None)
 class Pass:
     """One forward and backward pass of an update: at a width (None: full precision), over a slice of the batch.
 
-    Of several widths each computes an equal part of the slice. The loss is `labels` × cross entropy + `teacher` × KL
-    divergence from the update's first pass, which is not trained by it; the whole is weighted by `weight`.
+    The loss is `labels` × cross entropy + `teacher` × KL divergence from the update's first pass, which is not trained
+    by it; the whole is weighted by `weight`.
     """
 
-    width: Precision | tuple[Precision, ...] | None
+    width: Precision | None
     weight: float = 1.0
     labels: float = 1.0
     teacher: float = 0.0
@@ -81,19 +81,6 @@ class Idea:
     needs_losses: bool = False
     schedule: str = "cosine"
     sgd: bool = False
-
-
-def one_by_one(plan: Sequence[Pass], blocks: int) -> list[Pass]:
-    """A plan without passes of several widths."""
-    steps: list[Pass] = []
-    for step in plan:
-        widths = step.width if isinstance(step.width, tuple) else (step.width,)
-        rows = range(*step.part.indices(blocks))
-        each = len(rows) // len(widths)
-        for number, width in enumerate(widths):
-            part = rows[number * each : (number + 1) * each]
-            steps.append(replace(step, width=width, part=slice(part.start, part.stop, part.step)))
-    return steps
 
 
 class Lab:
@@ -179,9 +166,7 @@ class Lab:
             logits = self.model.lm_head(self.hidden(ids)).flatten(0, 1)
         wanted = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
         given = None if teacher is None else teacher.flatten(0, 1)
-        parts = len(step.width) if isinstance(step.width, tuple) else 1
-        counts = (wanted.view(parts, -1) != IGNORED).sum(-1)
-        count = counts.repeat_interleave(len(wanted) // parts)[:, None]
+        count = (wanted != IGNORED).sum()
         labels, taught = step.weight * step.labels, step.weight * step.teacher
         _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count)
         logits.backward(gradient)
@@ -235,20 +220,15 @@ class Lab:
         losses: dict[Any, Tensor] = {}
         held: list[Tensor] | None = None
         reference = torch.zeros(())
-        for number, step in enumerate(plan if self.trained.fills_all else one_by_one(plan, len(ids))):
-            if isinstance(step.width, tuple):
-                self.trained.stack(step.width)
-            else:
-                self.use(step.width, self.trained, format, again=number > 0)
+        for number, step in enumerate(plan):
+            self.use(step.width, self.trained, format, again=number > 0)
             part, aims = ids[step.part], targets[step.part]
             teacher = taught[step.part] if step.teacher and taught is not None else None
             if self.captured:
                 # A captured pass reads its teacher where the pass before left it.
                 place = None if teacher is None else teacher.data_ptr()
-                tier: Any = step.width
-                if isinstance(step.width, Precision):
-                    tier = next((width for width in self.widths_of_tiers if width >= step.width), None)
-                key = (step.width is None, tier, step.labels, step.teacher, step.weight, part.shape, place)
+                wider = (tier for tier in self.widths_of_tiers if step.width is not None and tier >= step.width)
+                key = (step.width is None, next(wider, None), step.labels, step.teacher, step.weight, part.shape, place)
                 found = self.graphs.get(key) or self._captured(part, aims, teacher, step, key)
                 graph, given, wanted, cross_entropy, logits = found
                 given.copy_(part)

@@ -2,7 +2,7 @@
 
     python experiments/wikitext_tuning.py --train wiki.train.tokens --test wiki.test.tokens --json FILE --seeds 0,1,2
     python experiments/wikitext_tuning.py --train wiki.train.tokens --test wiki.test.tokens --quick      # on a CPU
-    python experiments/wikitext_tuning.py --show FILE [--plot FILE.png]
+    python experiments/wikitext_tuning.py --show FILE … [--plot FILE.png]     # results of several calls together
 
 All runs of a seed see the same blocks in the same order and take the same number of batches; those that are random
 themselves (uniform) draw from the seed too. `--runs` chooses a group: `methods` (Fig. 7; Fig. 3 is part of it),
@@ -105,6 +105,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The runs of several results; of two with the same name and seed the one that is named first."""
+    runs: dict[str, dict[Any, Any]] = {}
+    for result in results:
+        for name, rows in result["runs"].items():
+            for row in rows:
+                runs.setdefault(name, {}).setdefault(row.get("seed"), row)
+    return {**results[0], "runs": {name: list(rows.values()) for name, rows in runs.items()}}
+
+
 def means(result: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
     """For every run and width the mean over seeds and the standard deviation."""
     table = {}
@@ -123,7 +133,7 @@ def show(result: dict[str, Any]) -> None:
     for name, row in means(result).items():
         cells = [f"{mean:.2f} ± {spread:.2f}" if spread else f"{mean:.2f}" for mean, spread in row.values()]
         seconds = [run["step_seconds"] for run in result["runs"][name] if "step_seconds" in run]
-        print(f"| {name} | {' | '.join(cells)} | {1e3 * statistics.median(seconds) if seconds else 0:.1f} |")
+        print(f"| {name} | {' | '.join(cells)} | {f'{1e3 * statistics.median(seconds):.1f}' if seconds else ''} |")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -159,10 +169,10 @@ def main() -> None:
     parser.add_argument("--json", help="write the results there, after every run")
     parser.add_argument("--plot", help="draw them there")
     parser.add_argument("--quick", action="store_true", help="four small updates each, for a look")
-    parser.add_argument("--show", help="print the table of an earlier run and stop")
+    parser.add_argument("--show", nargs="+", help="print the table of earlier runs and stop")
     arguments = parser.parse_args()
     if arguments.show:
-        result = json.loads(Path(arguments.show).read_text())
+        result = together([json.loads(Path(file).read_text(encoding="utf-8")) for file in arguments.show])
     elif arguments.train and arguments.test:
         result = run(arguments)
     else:

@@ -204,11 +204,8 @@ class FakeSefp(nn.Module):
     floor: Precision = NARROWEST
     precision: Precision | None = None
     values: Tensor | None = None
-    """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`.
-
-    Where `trained` is a tuple they are stacked: the batch is in equal parts, each with values of its own.
-    """
-    trained: Tensor | tuple[Tensor, ...] | None = None
+    """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`."""
+    trained: Tensor | None = None
     """What the gradient of `values` goes to, if not the weight."""
     tier_places: Mapping[str, Sequence[tuple[Precision, nn.Module, str]]] = MappingProxyType({})
     """Where the tiers of each weight lie, by its name: width, module and the name there. See `otaro.tune.tiers`."""
@@ -232,7 +229,6 @@ class FakeSefp(nn.Module):
         # Asked first: a compiled layer that never looks at the width is compiled once for all of them.
         if self.values is not None:
             trained = weight if self.trained is None else self.trained
-            assert isinstance(trained, Tensor)
             return ops.straight_through(trained, self.values)
         precision = self.width
         if precision is None:
@@ -247,8 +243,6 @@ class FakeSefpLinear(FakeSefp, nn.Linear):
     """A linear layer that computes with its weight's SEFP values and trains the weight itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.trained, tuple):
-            return ops.stacked_linear(x, cast(Tensor, self.values), self.trained, self.bias)
         tiers = () if self.values is not None else self.tiers.get("weight", ())
         return functional.linear(x, self.simulate(self.weight, tiers), self.bias)
 
@@ -259,9 +253,7 @@ class FakeSefpEmbedding(FakeSefp, nn.Embedding):
     scale: float | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        if isinstance(self.trained, tuple):
-            values = ops.stacked_embedding(ids, cast(Tensor, self.values), self.trained, self.padding_idx)
-        elif self.values is not None:
+        if self.values is not None:
             values = functional.embedding(ids, self.simulate(self.weight), self.padding_idx)
         else:  # rows are quantised one by one, so those that are looked up are enough
             tiers = self.tiers.get("weight", ())

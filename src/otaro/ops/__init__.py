@@ -18,7 +18,6 @@ import importlib.util
 import os
 import warnings
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,23 +144,6 @@ def straight_through(weight: Tensor, values: Tensor) -> Tensor:
     return result
 
 
-def stacked_linear(x: Tensor, values: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
-    """The rows of `x` in equal parts, each through one of the stacked values, whose gradients go to the weights."""
-    result: Tensor = _StackedLinear.apply(x.to(values.dtype), values, *weights)  # type: ignore[no-untyped-call]
-    return result if bias is None else result + bias.to(result.dtype)
-
-
-def stacked_embedding(
-    ids: Tensor, values: Tensor, weights: tuple[Tensor, ...], padding_idx: int | None = None
-) -> Tensor:
-    """The ids in equal parts, each looked up in one of the stacked tables, whose gradients go to the weights."""
-    if len(ids) % len(values):
-        raise ValueError(f"{len(ids)} sequences are not {len(values)} equal parts")
-    tables = [straight_through(weight, table) for weight, table in zip(weights, values, strict=True)]
-    parts = zip(ids.chunk(len(tables)), tables, strict=True)
-    return torch.cat([torch.nn.functional.embedding(part, table, padding_idx) for part, table in parts])
-
-
 def dequantize(planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype) -> Tensor:
     """The values of packed weights at a width."""
     values: Tensor
@@ -240,23 +222,6 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
-
-
-class _StackedLinear(torch.autograd.Function):
-    """As one product for all parts; the gradients of the weights come out as these lie in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, values)
-        parts = x.reshape(len(values), -1, x.shape[-1])
-        return torch.bmm(parts, values.transpose(1, 2)).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, values = ctx.saved_tensors
-        gradient = gradients[0].reshape(len(values), -1, gradients[0].shape[-1])
-        of_weights = torch.bmm(gradient.transpose(1, 2), x.reshape(len(values), -1, x.shape[-1]))
-        return torch.bmm(gradient, values).view_as(x), None, *of_weights.unbind()
 
 
 @torch.library.custom_op("otaro::quantize", mutates_args=())

@@ -284,12 +284,10 @@ def prepare(
     results: Sequence[Tensor],
     group_size: int,
     tiers: Sequence[tuple[Precision, Sequence[Tensor]]] = (),
-    fields: Tensor | None = None,
 ) -> Batch:
     """Tables for quantising `sources` into `results`: contiguous, on one device, each list of one dtype.
 
-    `tiers`, at most two, hold a tensor for every source. `fields` are another batch's of the same sources and tiers,
-    to share the exponents it finds.
+    `tiers`, at most two, hold a tensor for every source.
     """
     if len(tiers) > MOST_TIERS:
         raise ValueError(f"the kernel knows {MOST_TIERS} tiers, not {len(tiers)}")
@@ -322,7 +320,7 @@ def prepare(
         table(columns, torch.int32),
         table(groups, torch.int32),
         table([0, *itertools.accumulate(groups)], torch.int64),
-        torch.zeros(sum(groups) if tiers else 0, dtype=torch.uint8, device=device) if fields is None else fields,
+        torch.zeros(sum(groups) if tiers else 0, dtype=torch.uint8, device=device),
         tensor_of.to(device, torch.int32),
         start_of.to(device, torch.int32),
     )

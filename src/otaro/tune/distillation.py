@@ -27,8 +27,7 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, cross entropy and gradient: sums over the tokens whose target is not IGNORED, divided by `count`.
 
-    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is one number, or one to a token as
-    [tokens, 1].
+    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is a number.
     """
     values = logits.float()
     counted = (targets != IGNORED)[:, None] / count

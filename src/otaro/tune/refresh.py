@@ -32,8 +32,8 @@ class Refresher:
         self._layers: list[Layer] = [layer for layer in simulated if isinstance(layer, Layer)]
         self._others = len(simulated) > len(self._layers)
         self._dtype = dtype
-        self._results: dict[tuple[int, int], Tensor] = {}
-        self._batches: dict[tuple[object, ...], dict[tuple[int, int], Any]] = {}
+        self._results: dict[int, Tensor] = {}
+        self._batches: dict[tuple[object, ...], Any] = {}
         self._known: set[tuple[object, ...]] = set()
 
     def __call__(self, *, again: bool = False) -> None:
@@ -42,9 +42,9 @@ class Refresher:
         if not again:
             self._known.clear()
         for width, shared in self._groups([layer.width for layer in self._layers]):
-            self._fill(width, shared, 0, 1)
+            self._fill(width, shared)
             for layer in (layer for layers in shared for layer in layers):
-                layer.values = self._results[layer.weight.data_ptr(), 1][0]
+                layer.values = self._results[layer.weight.data_ptr()]
                 tiers = layer.tiers.get("weight", ())
                 # Not by plain assignment, which would make the tier a second parameter of the layer.
                 layer.__dict__["trained"] = ops.deciding(layer.weight, width, tiers) if tiers else None
@@ -54,29 +54,12 @@ class Refresher:
         for layer in self._layers:
             layer.values = layer.trained = None
 
-    @property
-    def fills_all(self) -> bool:
-        """Whether every simulated weight is one that this fills."""
-        return bool(self._layers) and not self._others and all(self._fills(layer) for layer in self._layers)
-
-    def stack(self, widths: Sequence[Precision]) -> None:
-        """Have a batch's equal parts computed at these widths in one pass; the weights have not changed since."""
-        for number, width in enumerate(widths):
-            for floored, shared in self._groups([max(width, layer.floor) for layer in self._layers]):
-                self._fill(floored, shared, number, len(widths))
-        for layer in self._layers:
-            layer.values = self._results[layer.weight.data_ptr(), len(widths)]
-            tiers = layer.tiers.get("weight", ())
-            layer.__dict__["trained"] = tuple(
-                ops.deciding(layer.weight, max(width, layer.floor), tiers) for width in widths
-            )
-
     def share(self, share_of: Callable[[Precision], float]) -> bool:
         """Do the work of `otaro.tune.tiers.share_gradients` in one launch; False where that is not possible.
 
         The weights have not changed since the last call.
         """
-        if not self.fills_all:
+        if self._others or not self._layers or not all(self._fills(layer) for layer in self._layers):
             return False
         from otaro.ops import gpu
 
@@ -93,8 +76,13 @@ class Refresher:
             return False
         for first, widths, gradients, tiers in jobs:
             if len(widths) == gpu.MOST_TIERS:
-                batch = next(iter(self._batches[self._key(first)].values()))
-                gpu.share(batch, first[0].format, gradients, tiers, [share_of(width) for width in widths])
+                gpu.share(
+                    self._batches[self._key(first)],
+                    first[0].format,
+                    gradients,
+                    tiers,
+                    [share_of(width) for width in widths],
+                )
             else:
                 for width, tier in zip(widths, tiers, strict=True):
                     torch._foreach_add_(tier, gradients, alpha=share_of(width))
@@ -121,25 +109,21 @@ class Refresher:
     def _key(self, first: Sequence[Layer]) -> tuple[object, ...]:
         return (first[0].format, self._tier_widths(first[0]), *(layer.weight.data_ptr() for layer in first))
 
-    def _fill(self, width: Precision, shared: list[list[Layer]], number: int, parts: int) -> None:
-        """Quantise into the `number`-th of so many stacked values."""
+    def _fill(self, width: Precision, shared: list[list[Layer]]) -> None:
         from otaro.ops import gpu
 
         first = [layers[0] for layers in shared]
         key = self._key(first)
-        batches = self._batches.setdefault(key, {})
-        if (number, parts) not in batches:
+        if key not in self._batches:
             weights = [layer.weight.detach() for layer in first]
             for weight in weights:
-                if (weight.data_ptr(), parts) not in self._results:
-                    result = weight.new_empty((parts, *weight.shape), dtype=self._dtype or weight.dtype)
-                    self._results[weight.data_ptr(), parts] = result
-            results = [self._results[weight.data_ptr(), parts][number] for weight in weights]
+                if weight.data_ptr() not in self._results:
+                    self._results[weight.data_ptr()] = torch.empty_like(weight, dtype=self._dtype or weight.dtype)
+            results = [self._results[weight.data_ptr()] for weight in weights]
             tiers = [
                 (tier, [layer.tiers["weight"][index][1].detach() for layer in first])
                 for index, tier in enumerate(self._tier_widths(first[0]))
             ]
-            fields = next(iter(batches.values())).fields if batches else None
-            batches[number, parts] = gpu.prepare(weights, results, first[0].format.group_size, tiers, fields)
-        gpu.run(batches[number, parts], width, first[0].format, sliced=True, again=key in self._known)
+            self._batches[key] = gpu.prepare(weights, results, first[0].format.group_size, tiers)
+        gpu.run(self._batches[key], width, first[0].format, sliced=True, again=key in self._known)
         self._known.add(key)

@@ -10,10 +10,14 @@ keep their own place except where a cell they were in is given up, and then move
 When tuning ends, :func:`settle` makes ordinary weights of the tiers: ones whose own codes are the codes of the tiers at
 every width. They are saved and packed like any others, and nothing of the tiers is left.
 
-Most of what there is to learn is the same at every width, and the widest width sees the whole batch where a tier sees a
-part of it. So a tier also takes a share of the widest width's gradient (:data:`GRADIENT_SHARE`): less at E5M3, whose
-gradient has the least in common with it. And where the narrower tier's cell holds a weight back, the wider tier's
-gradient goes to the narrower one too: the cell is what stands in its way.
+An update goes through its sequences at the widest width, then at that of one tier, which learns from those predictions
+(:class:`Turn`). In the first half of a run the tiers take turns. In the second half the wider one has three turns of
+four, on three quarters of the sequences: the narrow one's cells should come to rest before the wider one does.
+
+Most of what there is to learn is the same at every width, and the widest width has every turn. So a tier also takes a
+share of the widest width's gradient (:data:`GRADIENT_SHARE`): less at E5M3, whose gradient has the least in common with
+it. And where the narrower tier's cell holds a weight back, the wider tier's gradient goes to the narrower one too: the
+cell is what stands in its way.
 
 Exponents come from the widest tier. Settled weights could have another exponent where the largest weight of a group was
 moved, so settling repeats with the settled weights' exponents until they stay.
@@ -44,6 +48,10 @@ ROUNDS = 8
 GRADIENT_SHARE = {Precision.E5M3: 0.15}
 """What a tier takes of the widest width's gradient beside its own; docs/results.md has the trials."""
 GRADIENT_SHARE_WIDER = 0.5
+NARROWEST_RATE = 1.4
+"""The learning rate of the narrower of two tiers, which has fewer turns, as a multiple."""
+LATER = 0.5
+"""The share of a run after which the wider of two tiers has more turns, and tiers fewer sequences."""
 
 
 def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision = WIDEST) -> None:
@@ -75,34 +83,49 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision =
         module.__dict__["tier_places"] = found
 
 
-class Shares:
-    """How the tiers share an update's sequences: numbered through, they fall to the tiers one by one, in turns.
+class Turn:
+    """Which tier has its turn in an update, and on which of the update's sequences.
 
-    Numbered over micro-batches and processes, so that the tiers get the same ones however an update is spread out: a
-    batch of the update, the n-th of a process, begins with the sequence (n · processes + process) · batch size.
+    `tiers` are the narrowest first. Sequences are numbered through over micro-batches and processes, so that they are
+    the same ones however an update is spread out: a batch of the update, the n-th of a process, begins with the
+    sequence (n · processes + process) · batch size.
     """
 
-    def __init__(self, tiers: int, turn: int, batch_size: int, accelerator: Accelerator) -> None:
-        self._tiers = tiers
-        self._turn = turn
+    def __init__(
+        self, tiers: Sequence[Precision], update: int, updates: int, batch_size: int, accelerator: Accelerator
+    ) -> None:
+        self._late = update >= LATER * updates
+        turns = [*[tiers[-1]] * 3, tiers[0]] if self._late else tiers[::-1]
+        self.width = turns[update % len(turns)]
         self._batch_size = batch_size
         self._accelerator = accelerator
-        self.tokens: list[int] = []
-        """What each tier has to predict, in all micro-batches of all processes."""
+        self.tokens = 0
+        """What there is to predict, in all micro-batches of all processes."""
 
-    def rows(self, tier: int, number: int) -> slice:
-        """Of the n-th micro-batch those that are a tier's."""
+    def rows(self, number: int) -> list[int]:
+        """Those of the n-th micro-batch."""
         first = (number * self._accelerator.num_processes + self._accelerator.process_index) * self._batch_size
-        return slice((tier + self._turn - first) % self._tiers, None, self._tiers)
+        return [row for row in range(self._batch_size) if not self._late or (first + row) % 4 < 3]
 
     def count(self, batches: Sequence[Any]) -> None:
         """Learn what an update consists of."""
-        counts = torch.zeros(self._tiers, dtype=torch.int64, device=self._accelerator.device)
+        tokens = torch.zeros((), dtype=torch.int64, device=self._accelerator.device)
         for number, batch in enumerate(batches):
-            predicted = (batch["labels"][:, 1:] != IGNORED).sum(-1).to(counts.device)
-            for tier in range(self._tiers):
-                counts[tier] += predicted[self.rows(tier, number)].sum()
-        self.tokens = self._accelerator.reduce(counts, "sum").tolist()
+            predicted = (batch["labels"][:, 1:] != IGNORED).sum(-1).to(tokens.device)
+            tokens += sum(predicted[row] for row in self.rows(number) if row < len(predicted))
+        self.tokens = int(self._accelerator.reduce(tokens, "sum"))
+
+
+def set_narrowest_rate(optimizer: torch.optim.Optimizer, model: nn.Module, tiers: Sequence[Precision]) -> None:
+    """Give the narrower of two tiers its learning rate, in groups of parameters of its own."""
+    if len(tiers) < 2:
+        return
+    narrow = {id(parameter) for name, parameter in model.named_parameters() if name.endswith(f"_{tiers[0]}")}
+    for group in list(optimizer.param_groups):
+        own = [parameter for parameter in group["params"] if id(parameter) in narrow]
+        if own:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in narrow]
+            optimizer.add_param_group({**group, "params": own, "lr": NARROWEST_RATE * group["lr"]})
 
 
 @torch.no_grad()
@@ -128,30 +151,32 @@ def share_gradients(
 ) -> None:
     """Once an update's passes are done, give the tiers gradients beside their own: shares of that of the weight they
     belong to, and to the narrower of two the wider one's where the narrower one's cell holds it back."""
+    layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
+    for module in layers:
+        for name, tiers in module.tiers.items():
+            for _, tier in tiers:
+                weight: Any = module._parameters[name]
+                if tier.grad is None and weight.grad is not None:
+                    tier.grad = torch.zeros_like(tier)  # it had no turn in this update
     if refresher is not None and refresher.share(share_of):
         return
     seen: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, FakeSefp):
-            continue
+    for module in layers:
         fused: dict[str, bool] = getattr(module, "fused", {})
         for name, tiers in module.tiers.items():
-            weight: Any = module._parameters[name]
+            weight = module._parameters[name]
             if id(weight) in seen or weight.grad is None:
                 continue
             seen.add(id(weight))
             turned = fused.get(name, False)
             own, given = own_rows(weight.detach(), turned), own_rows(weight.grad, turned)
             listed = [(width, own_rows(tier.detach(), turned)) for width, tier in tiers]
-            gradients = [None if tier.grad is None else own_rows(tier.grad, turned) for _, tier in tiers]
+            gradients: Any = [own_rows(tier.grad, turned) for _, tier in tiers]  # type: ignore[arg-type]
             for number, ((width, _), gradient) in enumerate(zip(listed, gradients, strict=True)):
-                if gradient is None:
-                    continue  # it had no pass in this update
-                narrower = gradients[number - 1] if number else None
-                if narrower is not None:
+                if number:
                     quantize = partial(ops.quantize_backend(own.device).quantize, own, width, module.format)
                     held = quantize(listed[number : number + 1]) != quantize(listed[: number + 1])
-                    narrower.add_(gradient * held)
+                    gradients[number - 1].add_(gradient * held)
                 gradient.add_(given, alpha=share_of(width))
 
 

@@ -5,7 +5,7 @@ before an update makes that update's batches compute with the weights that width
 which width; the loss it gave goes back to the path. For the method ``otaro`` the optimizer lets ultra-low widths wait.
 All of it is in the checkpoint: the path in trainer_state.json, held gradients in the optimizer's state.
 
-The method ``tiers`` makes several passes an update, one for each set of weights (see `otaro.tune.tiers`).
+The method ``tiers`` makes two passes an update, for two sets of weights (see `otaro.tune.tiers`).
 
 With several processes the loss of an update is reduced over all of them before the path sees it, so every process
 chooses the same width without being told.
@@ -40,7 +40,14 @@ from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import distilled_loss
 from otaro.tune.refresh import Refresher
-from otaro.tune.tiers import Shares, add_tiers, average_gradients, settle_model, share_gradients
+from otaro.tune.tiers import (
+    Turn,
+    add_tiers,
+    average_gradients,
+    set_narrowest_rate,
+    settle_model,
+    share_gradients,
+)
 
 # How torch's allocators say that memory ran out where they raise no error class of their own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -74,7 +81,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self._asked_to_stop = False
         self._update_losses: dict[Precision | None, Tensor] = {}
         self._predictions: Tensor | None = None
-        self._shares: Shares | None = None
+        self._turn: Turn | None = None
         self._batches_done = 0
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
             convert.simulate(model, args.format, args.floor)
@@ -122,6 +129,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         created = self.optimizer is None
         optimizer = super().create_optimizer(model)
+        if created and self.tiers:
+            set_narrowest_rate(optimizer, self.model if model is None else model, self.tiers)
         if self.args.method == "otaro":
             if created:
                 apply = cast(Apply, self.args.delay_apply)
@@ -145,12 +154,12 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         return loss
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-        """The Trainer's: all batches of an update; what each tier has to predict in them is counted."""
+        """The Trainer's: all batches of an update; what the tier whose turn it is has to predict in them is counted."""
         batches, items = super().get_batch_samples(*args, **options)
         if self.tiers:
-            size = self.args.train_batch_size
-            self._shares = Shares(len(self.tiers), self.state.global_step, size, self.accelerator)
-            self._shares.count(batches)
+            number, updates = self.state.global_step, self.state.max_steps
+            self._turn = Turn(self.tiers, number, updates, self.args.train_batch_size, self.accelerator)
+            self._turn.count(batches)
             self._batches_done = 0
         return batches, items
 
@@ -165,44 +174,43 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         with self.accelerator.no_sync(model) if copies else nullcontext():
             loss = super().training_step(model, inputs, num_items_in_batch)
             self._add_loss(self._layers[0].precision, loss)
-            self._train_tiers(model, self._prepare_inputs(inputs))
+            self._train_tier(model, self._prepare_inputs(inputs))
         if self.accelerator.sync_gradients:
             if copies:
                 average_gradients(model)
             share_gradients(model, self._refresh)
         return loss
 
-    def _train_tiers(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Each tier goes through its share of a micro-batch and learns from the pass before."""
+    def _train_tier(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """The tier whose turn it is goes through its part of a micro-batch and learns from the pass before."""
         teacher, self._predictions = self._predictions, None
+        turn, number = self._turn, self._batches_done
         assert teacher is not None
-        assert self._shares is not None
-        before = self._layers[0].precision
-        for index, width in enumerate(self.tiers):
-            tokens = self._shares.tokens[index]
-            if tokens == 0:
-                continue
-            rows = self._shares.rows(index, self._batches_done)
-            part = {name: value[rows] for name, value in inputs.items()}
-            if self.is_fsdp_enabled and not len(part["input_ids"]):
-                # Processes gather each other's weights in every pass: one without a share goes along and adds nothing.
-                rows = slice(0, 1)
-                part = {name: value[rows] for name, value in inputs.items()}
-                part["labels"] = torch.full_like(part["labels"], IGNORED)
-            cross_entropy = torch.zeros((), device=teacher.device)
-            if len(part["input_ids"]):
-                self.set_width(width, again=True)
-                # Gradients and losses are averaged over the processes, these are parts of a sum.
-                scale = self.accelerator.num_processes / tokens
-                with self.compute_loss_context_manager():
-                    labels = part.pop("labels")
-                    outputs = model(**part, use_cache=False)
-                    loss, cross_entropy = distilled_loss(outputs.logits, teacher[rows], labels, self.args.distillation)
-                self.accelerator.backward(loss * (scale / len(self.tiers)))
-                cross_entropy = cross_entropy * scale
-            self._add_loss(width, cross_entropy)
+        assert turn is not None
         self._batches_done += 1
-        self.set_width(before, again=True)
+        if turn.tokens == 0:
+            return
+        rows = [row for row in turn.rows(number) if row < len(inputs["input_ids"])]
+        part = {name: value[rows] for name, value in inputs.items()}
+        if self.is_fsdp_enabled and not rows:
+            # Processes gather each other's weights in every pass: one without a share goes along and adds nothing.
+            rows = [0]
+            part = {name: value[rows] for name, value in inputs.items()}
+            part["labels"] = torch.full_like(part["labels"], IGNORED)
+        cross_entropy = torch.zeros((), device=teacher.device)
+        if rows:
+            before = self._layers[0].precision
+            self.set_width(turn.width, again=True)
+            # Gradients and losses are averaged over the processes, these are parts of a sum.
+            scale = self.accelerator.num_processes / turn.tokens
+            with self.compute_loss_context_manager():
+                labels = part.pop("labels")
+                outputs = model(**part, use_cache=False)
+                loss, cross_entropy = distilled_loss(outputs.logits, teacher[rows], labels, self.args.distillation)
+            self.accelerator.backward(loss * scale)
+            cross_entropy = cross_entropy * scale
+            self.set_width(before, again=True)
+        self._add_loss(turn.width, cross_entropy)
 
     def _add_loss(self, width: Precision | None, loss: Tensor) -> None:
         loss = loss.detach().float()
