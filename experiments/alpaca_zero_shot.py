@@ -2,14 +2,15 @@
 
     python experiments/alpaca_zero_shot.py prepare --alpaca alpaca_data.json --out alpaca.npz
     python experiments/zero_shot_requests.py …                     # the tasks as token ids, see there
-    python experiments/alpaca_zero_shot.py run --alpaca alpaca.npz --requests zeroshot.npz --out scores.npz
-    python experiments/alpaca_zero_shot.py report --requests zeroshot.npz --scores scores.npz --tasks-from DIR \
+    python experiments/alpaca_zero_shot.py run --alpaca alpaca.npz --requests zeroshot.npz --seed 0 --out scores0.npz
+    python experiments/alpaca_zero_shot.py report --requests zeroshot.npz --scores scores0.npz … --tasks-from DIR \
         --json alpaca_zero_shot.json --plot alpaca_zero_shot.png
 
 `prepare` and `report` need the tokenizer and lm-eval, `run` needs a GPU and neither (`run --quick` is for a CPU: few
 updates, few requests). Before tuning and after `fp16` and `tiers` every width is scored; each run of one width at its
 own. Scores are written after every run, so a run that is cut off keeps what it had. The last twentieth of Alpaca is
-held back, and the perplexity of its answers measured beside the tasks.
+held back, and the perplexity of its answers measured beside the tasks. `report` takes the scores of several seeds, and
+compares runs document by document: two runs answer mostly the same ones, so their difference is known better than each.
 """
 
 from __future__ import annotations
@@ -122,21 +123,35 @@ def report(arguments: argparse.Namespace) -> None:
 
     from otaro.evaluate.tasks import load_tasks
 
-    requests, scores = dict(np.load(arguments.requests)), np.load(arguments.scores)
+    requests = dict(np.load(arguments.requests))
     tasks = load_tasks(requests["names"].tolist(), arguments.tasks_from)
-    result: dict[str, Any] = {name: json.loads(str(scores[name])) for name in ("machine", "settings", "learning_rates")}
-    result["runs"] = {}
-    for key in scores.files:
-        if key.endswith("|perplexity"):
+    result: dict[str, Any] = {"seeds": [], "runs": {}}
+    right: dict[tuple[str, str], list[dict[str, np.ndarray]]] = {}
+    for file in arguments.scores:
+        scores = np.load(file)
+        result["seeds"].append(
+            {name: json.loads(str(scores[name])) for name in ("machine", "settings", "learning_rates")}
+        )
+        for key in scores.files:
+            if not key.endswith("|perplexity"):
+                continue
             name, width, _ = key.split("|")
             figures: dict[str, Any] = {"perplexity": float(scores[key])}
             scored = f"{name}|{width}|likelihoods"
+            # The paper's row of fixed precision takes each width from the run made for it.
+            name = name.partition(":")[0]
             if scored in scores.files:
-                figures |= metrics(tasks, requests, scores[scored], scores[f"{name}|{width}|greedy"])
-            result["runs"].setdefault(name, {})[width] = figures
-    # The paper's row of fixed precision takes each width from the run made for it.
-    result["runs"]["fixed"] = {
-        name: result["runs"][f"fixed:{name}"][name] for name in NAMES if f"fixed:{name}" in result["runs"]
+                right.setdefault((name, width), []).append({})
+                greedy = scores[scored.replace("likelihoods", "greedy")]
+                figures |= metrics(tasks, requests, scores[scored], greedy, right[name, width][-1])
+            result["runs"].setdefault(name, {}).setdefault(width, []).append(figures)
+    result["differences"] = {
+        f"tiers - {other}": {
+            width: difference(right["tiers", width], right[other, width])
+            for width in NAMES
+            if ("tiers", width) in right and (other, width) in right
+        }
+        for other in ("fp16", "fixed")
     }
     show(result)
     if arguments.json:
@@ -145,22 +160,43 @@ def report(arguments: argparse.Namespace) -> None:
         plot(result, Path(arguments.plot))
 
 
-def show(result: dict[str, Any]) -> None:
-    def accuracy(figures: dict[str, Any]) -> str:
-        mean, error = (100 * figures["average"][name] for name in ("acc", "acc_stderr"))
-        return f"{mean:.2f} ± {error:.2f}"
+def difference(runs: list[dict[str, np.ndarray]], others: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    """By how much the average accuracy differs, and its standard error over the documents, seeds averaged."""
+    apart = [
+        np.mean([run[task] for run in runs], axis=0) - np.mean([run[task] for run in others], axis=0)
+        for task in runs[0]
+    ]
+    variance = sum(each.var(ddof=1) / len(each) for each in apart) / len(apart) ** 2
+    return {"mean": float(np.mean([each.mean() for each in apart])), "stderr": float(np.sqrt(variance))}
 
-    tables: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
-        ("average accuracy, %", "average", accuracy),
-        ("perplexity of held-back answers", "perplexity", lambda figures: f"{figures['perplexity']:.3f}"),
+
+def mean(rows: list[dict[str, Any]], *names: str) -> float:
+    """The mean over seeds of a figure."""
+    found = rows
+    for name in names:
+        found = [row[name] for row in found]
+    return float(np.mean(found))
+
+
+def show(result: dict[str, Any]) -> None:
+    tables: list[tuple[str, str, Callable[[list[dict[str, Any]]], str]]] = [
+        ("average accuracy, %", "average", lambda rows: f"{100 * mean(rows, 'average', 'acc'):.2f}"),
+        ("perplexity of held-back answers", "perplexity", lambda rows: f"{mean(rows, 'perplexity'):.3f}"),
     ]
     for title, needed, cell in tables:
-        print(f"\n| {title} | {' | '.join(NAMES)} |")
+        print(f"\n| {title}, mean of {len(result['seeds'])} | {' | '.join(NAMES)} |")
         print("|---" * (len(NAMES) + 1) + "|")
         for name in ("before tuning", "fp16", "fixed", "tiers"):
             row = result["runs"].get(name, {})
-            cells = [cell(row[width]) if needed in row.get(width, {}) else "" for width in NAMES]
+            cells = [cell(row[width]) if needed in row.get(width, [{}])[0] else "" for width in NAMES]
             print(f"| {name} | {' | '.join(cells)} |")
+        if needed == "average":
+            for name, row in result["differences"].items():
+                cells = [
+                    f"{100 * row[width]['mean']:+.2f} ± {100 * row[width]['stderr']:.2f}" if width in row else ""
+                    for width in NAMES
+                ]
+                print(f"| {name} | {' | '.join(cells)} |")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -170,10 +206,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     for name in ("before tuning", "fp16", "fixed", "tiers"):
         row = result["runs"].get(name, {})
-        widths = [width for width in NAMES if "average" in row.get(width, {})]
-        means = [100 * row[width]["average"]["acc"] for width in widths]
-        errors = [100 * row[width]["average"]["acc_stderr"] for width in widths]
-        axes.errorbar(widths, means, errors, marker="o", capsize=3, label=name)
+        widths = [width for width in NAMES if "average" in row.get(width, [{}])[0]]
+        means = [100 * mean(row[width], "average", "acc") for width in widths]
+        axes.plot(widths, means, marker="o", label=name)
     axes.set_xlabel("precision")
     axes.set_ylabel("average accuracy on eight tasks, %")
     axes.legend()
@@ -187,7 +222,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
     parser.add_argument("--alpaca", help="alpaca_data.json for prepare, its blocks for run")
     parser.add_argument("--requests", help="the tasks' requests, from zero_shot_requests.py")
-    parser.add_argument("--scores", help="what run wrote")
+    parser.add_argument("--scores", nargs="+", help="what run wrote, a file for every seed")
     parser.add_argument("--tasks-from", default="hub", help="where the documents come from, as in otaro eval")
     parser.add_argument("--out", help="where prepare and run write")
     parser.add_argument("--json", help="write the figures there")

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from otaro import convert, ops
-from otaro.precision import Precision
+from otaro.convert import EMBEDDING_FLOOR
+from otaro.precision import NARROWEST, Precision
 from otaro.sefp import Format
 from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
@@ -79,6 +80,10 @@ class Idea:
     reused: bool = False
     """A tier without a pass in an update takes the gradient of its last one again."""
     needs_losses: bool = False
+    steps: int | None = None
+    """Its own number of updates."""
+    floor: Precision = EMBEDDING_FLOOR
+    """Embeddings and head never go below this width."""
     schedule: str = "cosine"
     sgd: bool = False
 
@@ -86,12 +91,13 @@ class Idea:
 class Lab:
     """A model that is tuned again and again from where it started."""
 
-    def __init__(self, model: str, device: torch.device, *, compiled: bool = True) -> None:
+    def __init__(self, model: str | nn.Module, device: torch.device, *, compiled: bool = True) -> None:
         torch.set_float32_matmul_precision("high")
         self.device = device
-        self.model: Any = common.load_model(model, device)
+        self.model: Any = common.load_model(model, device) if isinstance(model, str) else model.to(device)
         convert.simulate(self.model, Format())
         self.layers = list(convert.sefp_layers(self.model).values())
+        self.floored = [layer for layer in self.layers if layer.floor > NARROWEST]
         self.ordinary = list(self.model.parameters())
         self.original = [parameter.detach().clone() for parameter in self.ordinary]
         self.widths_of_tiers: tuple[Precision, ...] = ()
@@ -346,6 +352,8 @@ class Lab:
 
         `targets` are the labels of the blocks where these are not all to be learned.
         """
+        for layer in self.floored:
+            layer.floor = idea.floor
         self.reset(idea.format, idea.tiers)
         self.model.train()
         torch.manual_seed(seed)
@@ -362,7 +370,8 @@ class Lab:
             inner = torch.optim.SGD(parameters, lr=idea.learning_rate)
         else:
             fused = self.device.type == "cuda"
-            width_of = {id(tier): width for layer in self.layers for width, tier in layer.tiers.get("weight", ())}
+            tiers = [each for layer in self.layers for of_weight in layer.tiers.values() for each in of_weight]
+            width_of = {id(tier): width for width, tier in tiers}
             rates: list[tuple[Precision | None, float]] = [(None, 1.0)]
             rates += [(width, dict(idea.tier_rates).get(width, 1.0)) for width in idea.tiers]
             groups = [

@@ -171,9 +171,9 @@ def released(plan: Any, **options: Any) -> Idea:
     return tiers(plan, released=True, mixed=MIXED, **options)
 
 
-def chosen(learning_rate: float = 3e-4) -> Idea:
+def chosen(learning_rate: float = 3e-4, high: Sequence[Precision] = (M8,)) -> Idea:
     """What came out of the rounds: `--recipe default`, in batches of 16."""
-    first, then = turns(teacher=0.75), turns(low=(M4, M4, M4, M3), teacher=0.75, blocks=12)
+    first, then = turns(high, teacher=0.75), turns(high, (M4, M4, M4, M3), teacher=0.75, blocks=12)
     return tiers(fading(0.5, first, then), learning_rate, shares=SHARES, tier_rates=((M3, 1.4),))
 
 
@@ -330,6 +330,11 @@ def ideas(only: str) -> dict[str, Idea]:
             "E5M4 twice, E5M3's rate 1.4, teacher": tiers(
                 turns(low=TWICE, teacher=1.0), shares=SHARES, tier_rates=((M3, 1.4),)
             ),
+        },
+        "13": {
+            "chosen": chosen(),
+            "chosen, E5M8 twice, E5M5": chosen(high=(M8, M8, M5)),
+            "chosen, E5M8, E5M6, E5M5": chosen(high=(M8, M6, M5)),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {

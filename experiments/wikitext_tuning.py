@@ -6,7 +6,8 @@
 
 All runs of a seed see the same blocks in the same order and take the same number of batches; those that are random
 themselves (uniform) draw from the seed too. `--runs` chooses a group: `methods` (Fig. 7; Fig. 3 is part of it),
-`fixed` (the fixed widths that need no repeating) or `ablation` (Fig. 8). The loop is `lab.py`.
+`fixed` (every width alone), `ablation` (Fig. 8), `data` (LAA with less data) or `floors` (of embeddings and head). The
+loop is `lab.py`.
 """
 
 from __future__ import annotations
@@ -66,6 +67,17 @@ RUNS: dict[str, dict[str, Callable[[int], Idea]]] = {
         **{f"bps, λ {exploration}": lambda seed, e=exploration: bps(e) for exploration in (3.0, 4.0, 5.0, 6.0, 7.0)},
         **{f"otaro, N {n}": lambda seed, n=n: bps(delay=n, delay_apply="sum") for n in (5, 10, 20)},
     },
+    # One pass over that much data: does LAA help where there is little of it?
+    "data": {
+        f"{name}, {steps} updates": lambda seed, n=steps, options=options: bps(steps=n, **options)
+        for steps in (25, 50, 100, 200)
+        for name, options in {"bps": {}, "otaro": {"delay": 10, "delay_apply": "sum"}}.items()
+    },
+    # Embeddings and head never below a width, in the run made for E5M3.
+    "floors": {
+        f"floor {floor}": lambda seed, floor=floor: Idea(fixed(M3), RATE, format=FORMAT, floor=floor)
+        for floor in (M3, M4, M5, M8)
+    },
 }
 
 
@@ -100,7 +112,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             if arguments.only and name not in arguments.only.split(";"):
                 continue
             idea = make(seed)
-            row = {"seed": seed, **lab.tune(idea, blocks, arguments.steps, arguments.batch, seed)}
+            row = {
+                "seed": seed,
+                **lab.tune(idea, blocks, min(idea.steps or arguments.steps, arguments.steps), arguments.batch, seed),
+            }
             keep(name, {**row, "perplexity": lab.perplexity(test, widths, idea.format, window)})
     return result
 
