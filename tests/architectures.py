@@ -46,11 +46,17 @@ def config(name: str) -> PreTrainedConfig:
             {"head_dim": 12, "num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         ),
     }
+    if name == "gpt2":
+        ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        sizes = {"n_embd": 48, "n_inner": 80, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
+        return transformers.GPT2Config(**sizes, **ids)
     kind, options = kinds[name]
     return kind(**{**SMALL, **options})
 
 
-NAMES = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "mixtral", "qwen3-moe", "gpt-oss")
+NAMES = (
+    *("llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "mixtral", "qwen3-moe", "gpt-oss", "gpt2"),
+)
 
 
 def random_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -41,11 +41,12 @@ def with_quantized_weights(model: Any, precision: Precision, floor: Precision = 
     plain.set_experts_implementation("eager") if "moe" in model.config.model_type else None
     head = {id(plain.get_input_embeddings().weight), id(plain.get_output_embeddings().weight)}
     for name, parameter in plain.named_parameters():
-        if "norm" in name or "bias" in name or "router" in name or "gate.weight" in name or parameter.dim() < 2:
+        kept = ("norm", "bias", "router", "gate.weight", "ln_")
+        if any(part in name for part in kept) or parameter.dim() < 2:
             continue
-        width = max(precision, floor) if id(parameter) in head else precision
-        if model.config.model_type == "gpt_oss" and "experts" in name:
-            parameter.copy_(otaro.quantize(parameter.transpose(1, 2).contiguous(), width).transpose(1, 2))
+        width = max(precision, floor) if id(parameter) in head or ".wpe." in name else precision
+        if (model.config.model_type == "gpt_oss" and "experts" in name) or ".c_" in name:
+            parameter.copy_(otaro.quantize(parameter.transpose(-1, -2).contiguous(), width).transpose(-1, -2))
         else:
             parameter.copy_(otaro.quantize(parameter, width))
     return plain(some_ids()).logits

@@ -129,7 +129,7 @@ def test_a_stopped_run_goes_on(tiny_llama: Path, book: Path, tmp_path: Path, mon
         assert (out / name).read_bytes() == (whole / name).read_bytes()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama-tied", "gemma3", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("architecture", ["llama", "llama-tied", "gemma3", "qwen3-moe", "gpt-oss", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_source_becomes_the_model_it_describes(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     random_model(architecture, dtype).save_pretrained(tmp_path / "model")

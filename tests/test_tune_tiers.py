@@ -111,7 +111,7 @@ def test_compiled_a_layer_stays_whole_and_the_same() -> None:
         torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral", "gpt-oss", "gpt2"])
 def test_models_compute_the_same_settled(name: str) -> None:
     model = random_model(name).eval()
     convert.simulate(model, Format())

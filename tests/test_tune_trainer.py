@@ -92,7 +92,7 @@ def test_algorithm_1_bit_for_bit(method: str, scheme: str, tmp_path: Path) -> No
     assert same(weights(run), expected)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama-tied", "qwen3-moe", "gpt-oss", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "llama-tied", "qwen3-moe", "gpt-oss", "mixtral", "gpt2"])
 def test_every_trained_parameter_changes(architecture: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, architecture, optim="adamw_torch", learning_rate=1e-3)
     before = weights(run)

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from otaro import ops
 from otaro.errors import PrecisionError
 from otaro.nn import (
     FakeSefp,
+    FakeSefpConv1D,
     FakeSefpEmbedding,
     FakeSefpExperts,
     FakeSefpLinear,
@@ -65,6 +67,9 @@ def find_targets(model: nn.Module, embedding_floor: Precision = EMBEDDING_FLOOR)
         if isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, FakeSefpLinear.forward):
             floor = embedding_floor if module is head else NARROWEST
             found = [Target(path, parameter, "linear", tuple(module.weight.shape), floor)]
+        elif isinstance(module, FakeSefpConv1D) or type(module) is Conv1D:
+            shape = tuple(module.weight.shape)[::-1]
+            found = [Target(path, parameter, "linear", shape, NARROWEST, transposed=True)]
         elif isinstance(module, nn.Embedding) and _is_plain(module):
             found = [Target(path, parameter, "embedding", tuple(module.weight.shape), embedding_floor)]
         else:
@@ -115,8 +120,8 @@ def packed_layer(
         "dtype": original.dtype,
         "device": original.device,
     }
-    if isinstance(module, nn.Linear):
-        return SefpLinear(target.shape, format, stored, bias=module.bias is not None, **common)
+    if target.kind == "linear":
+        return SefpLinear(target.shape, format, stored, bias=getattr(module, "bias", None) is not None, **common)
     if isinstance(module, nn.Embedding):
         return SefpEmbedding(
             target.shape, format, stored, scale=_scale(module), padding_idx=module.padding_idx, **common
@@ -132,7 +137,7 @@ def replace(model: nn.Module, target: Target, layer: SefpWeight) -> None:
         del module._parameters[name]
         module.add_module(name, layer)
         return
-    if isinstance(layer, SefpLinear) and isinstance(module, nn.Linear):
+    if isinstance(layer, SefpLinear) and isinstance(module, nn.Linear | Conv1D):
         layer.bias = module.bias
     model.set_submodule(target.module, layer)
 
@@ -168,7 +173,10 @@ def simulate(model: nn.Module, format: Format, embedding_floor: Precision = EMBE
             continue
         if isinstance(module, nn.Embedding):
             module.scale = _scale(module)  # type: ignore[assignment]
-        module.__class__ = FakeSefpLinear if target.kind == "linear" else FakeSefpEmbedding
+        if target.transposed:
+            module.__class__ = type("FakeSefpConv1D", (FakeSefpConv1D, Conv1D), {})
+        else:
+            module.__class__ = FakeSefpLinear if target.kind == "linear" else FakeSefpEmbedding
         _configure(module, format, target.floor)
     for path, names in fused.items():
         module = model.get_submodule(path)

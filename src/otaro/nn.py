@@ -247,6 +247,18 @@ class FakeSefpLinear(FakeSefp, nn.Linear):
         return functional.linear(x, self.simulate(self.weight, tiers), self.bias)
 
 
+class FakeSefpConv1D(FakeSefp):
+    """Mixed into transformers' Conv1D, GPT-2's linear layer, whose weight is stored transposed."""
+
+    fused: Mapping[str, bool] = MappingProxyType({"weight": True})
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.simulate(self.weight, self.tiers.get("weight", ()), transposed=True)
+        return functional.linear(x, weight.transpose(0, 1), self.bias)
+
+
 class FakeSefpEmbedding(FakeSefp, nn.Embedding):
     """An embedding that looks up SEFP values and trains the table itself."""
 
