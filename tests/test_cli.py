@@ -124,6 +124,9 @@ def test_verify(run: Any, packed_llama: Path) -> None:
     outcome = run("verify", packed_llama)
     assert outcome.code == 0
     assert "complete and unaltered" in outcome.out
+    answer = json.loads(run("verify", packed_llama, "--json").out)
+    assert answer["complete"] is True
+    assert answer["files"] == otaro.inspect(packed_llama).files
 
 
 def test_verify_finds_an_altered_byte(run: Any, packed_llama: Path, tmp_path: Path) -> None:
@@ -137,8 +140,9 @@ def test_verify_finds_an_altered_byte(run: Any, packed_llama: Path, tmp_path: Pa
 
 
 def test_cut(run: Any, packed_llama: Path, tmp_path: Path) -> None:
-    outcome = run("cut", packed_llama, tmp_path / "small", "--precision", "E5M4")
+    outcome = run("cut", packed_llama, tmp_path / "small", "--precision", "E5M4", "--json")
     assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out) == json.loads(run("info", tmp_path / "small", "--json").out)
     assert otaro.inspect(tmp_path / "small").precisions == [Precision.E5M4, Precision.E5M3]
     assert run("verify", tmp_path / "small").code == 0
 

@@ -45,6 +45,7 @@ app = typer.Typer(
 
 PackedFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A packed folder, as otaro pack writes it.")]
 NewFolder = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist yet.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -92,7 +93,7 @@ def pack(
         ),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Split files larger than this, such as 500MB or 5GB.")] = "5GB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Pack a model: write it once, so that it can be run at every precision."""
     widest = Precision(precision)
@@ -122,7 +123,7 @@ app.command("tune", epilog=EXAMPLE)(tune)
 @app.command(epilog="Example: otaro info smollm2-packed")
 def info(
     folder: PackedFolder,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a packed folder holds, and what each precision reads of it."""
     from otaro import checkpoint
@@ -131,12 +132,18 @@ def info(
 
 
 @app.command(epilog="Example: otaro verify smollm2-packed")
-def verify(folder: PackedFolder) -> None:
+def verify(
+    folder: PackedFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a sentence.")] = False,
+) -> None:
     """Check every byte of a packed folder's weight files against their checksums."""
     from otaro import checkpoint
 
     with progress_bar() as progress:
         checked = checkpoint.verify(folder, progress=progress)
+    if as_json:
+        print(json.dumps({"folder": str(folder), "complete": True, "files": checked.files}, indent=2))
+        return
     size = sum(checked.files.values())
     print(f"{folder} is complete and unaltered: {len(checked.files)} files, {size_text(size)}")
 
@@ -146,6 +153,7 @@ def cut(
     folder: PackedFolder,
     out: NewFolder,
     precision: Annotated[str, typer.Option(metavar="PRECISION", help="The widest precision to keep.")],
+    as_json: AsJson = False,
 ) -> None:
     """Write a smaller packed folder that ends at a lower precision."""
     widest = Precision(precision)
@@ -153,7 +161,7 @@ def cut(
 
     with progress_bar() as progress:
         packed = checkpoint.cut(folder, out, widest, progress=progress)
-    show_info(packed, as_json=False)
+    show_info(packed, as_json)
 
 
 app.command("generate", epilog=GENERATE_EXAMPLE)(generate)
