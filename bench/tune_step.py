@@ -6,10 +6,10 @@
 
 On a GPU both sides run the same compiled model in bf16 with a fused AdamW. `otaro` also quantises every weight at the
 start of each step, going through all six widths, and holds the gradients of E5M4 and E5M3 back (LAA). `tiers` computes
-the batch at E5M8 and a half of it at E5M4 and at E5M3, two passes where `fp16` has one, and trains three sets of
-weights. Steps are interleaved in rounds, medians taken. Checks the kernel against the torch codec first, bfloat16
-included. Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what a step costs does not depend on them.
-Layers are compiled one by one, which all share one compiled graph, and so is the loss.
+the batch at E5M8 and then at E5M4 or E5M3 in turns, two passes where `fp16` has one, and trains three sets of weights.
+Steps are interleaved in rounds, medians taken. Checks the kernel against the torch codec first, bfloat16 included.
+Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what a step costs does not depend on them. Layers are
+compiled one by one, which all share one compiled graph, and so is the loss.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_the_closing_table_counts_what_tiers_learned(
     for width, count in (("E5M8", "6"), ("E5M4", "4"), ("E5M3", "2")):
         assert rows[width][3] == count
     last = json.loads((tmp_path / "tuned" / "tune.jsonl").read_text().splitlines()[-1])
-    assert last["tiers"].keys() == {"E5M4", "E5M3"}
+    assert last["tiers"].keys() == {"E5M4"}
 
 
 def test_early_stopping(tiny_llama: Path, book: Path, tmp_path: Path) -> None:

@@ -423,6 +423,41 @@ def test_the_taught_loss_has_the_gradient_that_autograd_finds(distillation: floa
     assert not cross_entropy.requires_grad
 
 
+def test_an_incomplete_last_batch(tmp_path: Path) -> None:
+    """Five of twelve sequences, five and two; in the second half of the run every fourth is left out."""
+    run = trainer(tmp_path, method="tiers", per_device_train_batch_size=5, max_steps=6)
+    seen = Passes(run)
+    run.train()
+    assert [len(rows) for _, rows in seen.seen] == [5, 5, 5, 5, 2, 2, 5, 4, 5, 4, 2, 2]
+
+
+def test_the_narrowest_tier_has_its_own_rate_and_the_settings_of_its_group(tmp_path: Path) -> None:
+    options = {"optim": "adamw_torch", "weight_decay": 0.1, "lr_scheduler_type": "cosine", "learning_rate": 1e-3}
+    run = trainer(tmp_path, method="tiers", max_steps=4, **options)
+    run.create_optimizer_and_scheduler(4)
+    assert run.optimizer is not None
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in run.optimizer.param_groups]
+    assert sorted(name for group in groups for name in group) == sorted(names.values())
+    narrow = [all(name.endswith("_E5M3") for name in group) for group in groups]
+    assert narrow == [any(name.endswith("_E5M3") for name in group) for group in groups]
+    assert [group["weight_decay"] for group in run.optimizer.param_groups] == [0.1, 0.0, 0.1]
+    for _ in range(3):
+        rates = [group["lr"] for group in run.optimizer.param_groups]
+        assert rates == pytest.approx([rates[0], rates[0], 1.4 * rates[0]])
+        assert rates[0] > 0
+        run.optimizer.step()
+        run.lr_scheduler.step()
+
+
+def test_an_optimizer_that_does_not_know_the_tiers_is_refused(tmp_path: Path) -> None:
+    model = random_model("llama")
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    run = OtaroTrainer(model, arguments(tmp_path, method="tiers"), train_dataset=Blocks(), optimizers=optimizers)
+    with pytest.raises(OtaroError, match="optimizers"):
+        run.train()
+
+
 def test_too_many_tiers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OtaroError, match="at most 2"):
         arguments(tmp_path, method="tiers", tiers="E5M5,E5M4,E5M3")

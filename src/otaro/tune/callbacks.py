@@ -174,7 +174,7 @@ def read_log(path: FilePath) -> list[dict[str, Any]]:
 
 
 def losses_by_width(log: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """For each width of a log its losses with the numbers of their updates; tiers have one in every update."""
+    """For each width of a log its losses with the numbers of their updates; a tier's are those of its turns."""
     found: dict[str, list[tuple[int, float]]] = {}
     for entry in log:
         for name, loss in {entry["width"]: entry["loss"], **entry.get("tiers", {})}.items():

@@ -133,7 +133,7 @@ class TieredPath(Path):
 def make_path(method: str, widths: Iterable[Precision], *, exploration: float = 5.0, seed: int = 0) -> Path:
     """The path of a method: ``otaro`` and ``bps`` search, ``uniform`` draws, ``fixed:E5M3`` stays, ``fp16`` is none.
 
-    ``tiers`` goes through the widest width and every tier in each update.
+    ``tiers`` stays at the widest width; which tier has its turn beside it, `otaro.tune.tiers` says.
     """
     name, _, width = method.partition(":")
     widths = list(widths)

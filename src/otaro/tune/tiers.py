@@ -44,6 +44,8 @@ from otaro.tune.data import IGNORED
 from otaro.tune.refresh import Refresher
 
 ROUNDS = 8
+TIER_NAMES = tuple(f"_{width}" for width in Precision)
+"""How the names of tiers end."""
 
 GRADIENT_SHARE = {Precision.E5M3: 0.15}
 """What a tier takes of the widest width's gradient beside its own; docs/results.md has the trials."""
@@ -51,7 +53,8 @@ GRADIENT_SHARE_WIDER = 0.5
 NARROWEST_RATE = 1.4
 """The learning rate of the narrower of two tiers, which has fewer turns, as a multiple."""
 LATER = 0.5
-"""The share of a run after which the wider of two tiers has more turns, and tiers fewer sequences."""
+"""The share of a run after which the wider of two tiers has LATER_TURNS of OF_FOUR, and tiers as many sequences."""
+LATER_TURNS, OF_FOUR = 3, 4
 
 
 def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision = WIDEST) -> None:
@@ -95,25 +98,25 @@ class Turn:
         self, tiers: Sequence[Precision], update: int, updates: int, batch_size: int, accelerator: Accelerator
     ) -> None:
         self._late = update >= LATER * updates
-        turns = [*[tiers[-1]] * 3, tiers[0]] if self._late else tiers[::-1]
-        self.width = turns[update % len(turns)]
+        self.width = tiers[-1 - update % len(tiers)]
+        if self._late:
+            self.width = tiers[-1] if update % OF_FOUR < LATER_TURNS else tiers[0]
         self._batch_size = batch_size
         self._accelerator = accelerator
-        self.tokens = 0
+        self.tokens = torch.zeros((), dtype=torch.int64, device=accelerator.device)
         """What there is to predict, in all micro-batches of all processes."""
 
-    def rows(self, number: int) -> list[int]:
-        """Those of the n-th micro-batch."""
+    def rows(self, number: int, size: int) -> list[int]:
+        """Those of the n-th micro-batch, which holds so many."""
         first = (number * self._accelerator.num_processes + self._accelerator.process_index) * self._batch_size
-        return [row for row in range(self._batch_size) if not self._late or (first + row) % 4 < 3]
+        return [row for row in range(size) if not self._late or (first + row) % OF_FOUR < LATER_TURNS]
 
     def count(self, batches: Sequence[Any]) -> None:
         """Learn what an update consists of."""
-        tokens = torch.zeros((), dtype=torch.int64, device=self._accelerator.device)
         for number, batch in enumerate(batches):
-            predicted = (batch["labels"][:, 1:] != IGNORED).sum(-1).to(tokens.device)
-            tokens += sum(predicted[row] for row in self.rows(number) if row < len(predicted))
-        self.tokens = int(self._accelerator.reduce(tokens, "sum"))
+            predicted = (batch["labels"][:, 1:] != IGNORED).sum(-1).to(self.tokens.device)
+            self.tokens += predicted[self.rows(number, len(predicted))].sum()
+        self.tokens = self._accelerator.reduce(self.tokens, "sum")
 
 
 def set_narrowest_rate(optimizer: torch.optim.Optimizer, model: nn.Module, tiers: Sequence[Precision]) -> None:
@@ -126,6 +129,13 @@ def set_narrowest_rate(optimizer: torch.optim.Optimizer, model: nn.Module, tiers
         if own:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in narrow]
             optimizer.add_param_group({**group, "params": own, "lr": NARROWEST_RATE * group["lr"]})
+
+
+def has_tiers(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer trains a model's tiers."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = {name: parameter for name, parameter in model.named_parameters() if name.endswith(TIER_NAMES)}
+    return all(id(parameter) in trained for parameter in named.values())
 
 
 @torch.no_grad()
@@ -223,8 +233,7 @@ def own_rows(weight: Tensor, turned: bool) -> Tensor:
 
 def without_tiers(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A model's state less the tiers in it."""
-    names = tuple(f"_{width}" for width in Precision)
-    return {name: value for name, value in state.items() if not name.endswith(names)}
+    return {name: value for name, value in state.items() if not name.endswith(TIER_NAMES)}
 
 
 def settle(weight: Tensor, format: Format, tiers: Tiers) -> tuple[Tensor, int]:

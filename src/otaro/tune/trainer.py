@@ -5,7 +5,7 @@ before an update makes that update's batches compute with the weights that width
 which width; the loss it gave goes back to the path. For the method ``otaro`` the optimizer lets ultra-low widths wait.
 All of it is in the checkpoint: the path in trainer_state.json, held gradients in the optimizer's state.
 
-The method ``tiers`` makes two passes an update, for two sets of weights (see `otaro.tune.tiers`).
+The method ``tiers`` makes two passes an update, at the widest width and at that of a tier (see `otaro.tune.tiers`).
 
 With several processes the loss of an update is reduced over all of them before the path sees it, so every process
 chooses the same width without being told.
@@ -30,7 +30,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from otaro import convert
 from otaro.errors import OtaroError
-from otaro.nn import FakeSefp
+from otaro.nn import FakeSefp, FakeSefpConv1D
 from otaro.precision import Precision
 from otaro.sources.base import quiet
 from otaro.tune import resume
@@ -44,6 +44,7 @@ from otaro.tune.tiers import (
     Turn,
     add_tiers,
     average_gradients,
+    has_tiers,
     set_narrowest_rate,
     settle_model,
     share_gradients,
@@ -104,6 +105,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         super().__init__(model=model, args=args, **options)
         if self.is_deepspeed_enabled:
             raise OtaroError(DEEPSPEED_REFUSED)
+        if self.tiers and self.is_fsdp_enabled and any(isinstance(layer, FakeSefpConv1D) for layer in self._layers):
+            raise OtaroError("FSDP cuts through the groups of layers stored transposed: take DDP or the method bps")
         self.path_callback = PathCallback(self)
         self.add_callback(self.path_callback)
         if progress is not None:
@@ -129,8 +132,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         created = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if created and self.tiers:
-            set_narrowest_rate(optimizer, self.model if model is None else model, self.tiers)
+        if self.tiers:
+            if created:
+                set_narrowest_rate(optimizer, self.model if model is None else model, self.tiers)
+            elif not has_tiers(optimizer, self.model if model is None else model):
+                raise OtaroError("the method tiers trains weights of its own: set `optim`, do not pass `optimizers`")
         if self.args.method == "otaro":
             if created:
                 apply = cast(Apply, self.args.delay_apply)
@@ -158,7 +164,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         batches, items = super().get_batch_samples(*args, **options)
         if self.tiers:
             number, updates = self.state.global_step, self.state.max_steps
-            self._turn = Turn(self.tiers, number, updates, self.args.train_batch_size, self.accelerator)
+            self._turn = Turn(self.tiers, number, updates, self._train_batch_size, self.accelerator)
             self._turn.count(batches)
             self._batches_done = 0
         return batches, items
@@ -188,29 +194,29 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         assert teacher is not None
         assert turn is not None
         self._batches_done += 1
-        if turn.tokens == 0:
+        size = len(inputs["input_ids"])
+        rows = turn.rows(number, size)
+        if not rows and not self.is_fsdp_enabled:
+            self._add_loss(turn.width, torch.zeros((), device=teacher.device))
             return
-        rows = [row for row in turn.rows(number) if row < len(inputs["input_ids"])]
-        part = {name: value[rows] for name, value in inputs.items()}
-        if self.is_fsdp_enabled and not rows:
-            # Processes gather each other's weights in every pass: one without a share goes along and adds nothing.
-            rows = [0]
-            part = {name: value[rows] for name, value in inputs.items()}
-            part["labels"] = torch.full_like(part["labels"], IGNORED)
-        cross_entropy = torch.zeros((), device=teacher.device)
-        if rows:
-            before = self._layers[0].precision
-            self.set_width(turn.width, again=True)
-            # Gradients and losses are averaged over the processes, these are parts of a sum.
-            scale = self.accelerator.num_processes / turn.tokens
-            with self.compute_loss_context_manager():
-                labels = part.pop("labels")
-                outputs = model(**part, use_cache=False)
-                loss, cross_entropy = distilled_loss(outputs.logits, teacher[rows], labels, self.args.distillation)
-            self.accelerator.backward(loss * scale)
-            cross_entropy = cross_entropy * scale
-            self.set_width(before, again=True)
-        self._add_loss(turn.width, cross_entropy)
+        # All are taken without a copy. Under FSDP processes gather each other's weights in every pass: one without a
+        # share goes along and adds nothing.
+        taken: Any = slice(None) if len(rows) == size else rows or [0]
+        part = {
+            name: value[taken] if isinstance(value, Tensor) and value.shape[:1] == (size,) else value
+            for name, value in inputs.items()
+        }
+        labels = part.pop("labels") if rows else torch.full_like(part.pop("labels"), IGNORED)
+        before = self._layers[0].precision
+        self.set_width(turn.width, again=True)
+        with self.compute_loss_context_manager():
+            outputs = model(**part, use_cache=False)
+            loss, cross_entropy = distilled_loss(outputs.logits, teacher[taken], labels, self.args.distillation)
+        # Gradients and losses are averaged over the processes, these are parts of a sum.
+        scale = self.accelerator.num_processes / turn.tokens.clamp(min=1)
+        self.accelerator.backward(loss * scale)
+        self._add_loss(turn.width, cross_entropy * scale)
+        self.set_width(before, again=True)
 
     def _add_loss(self, width: Precision | None, loss: Tensor) -> None:
         loss = loss.detach().float()
