@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,72 +27,75 @@ from otaro.precision import Precision
 from otaro.sefp import Format
 
 M8, M7, M6, M5, M4, M3 = Precision
-RATE = 3e-4
 FORMAT = REFINED5
 NAMES = [*(str(precision) for precision in Precision), "full"]
 
 
-def bps(exploration: float = 5.0, **options: Any) -> Idea:
-    return Idea(searched(exploration), RATE, format=FORMAT, needs_losses=True, **options)
+GROUPS = ("methods", "fixed", "ablation", "data", "floors")
 
 
-RUNS: dict[str, dict[str, Callable[[int], Idea]]] = {
-    "methods": {
-        "fp16": lambda seed: Idea(fixed(None), RATE, format=FORMAT),
-        "fixed:E5M3": lambda seed: Idea(fixed(M3), RATE, format=FORMAT),
-        "fixed:E5M4": lambda seed: Idea(fixed(M4), RATE, format=FORMAT),
-        "tiers": lambda seed: chosen(RATE),
-        "uniform": lambda seed: Idea(drawn(UNIFORM, seed), RATE, format=FORMAT),
-        "bps": lambda seed: bps(),
-        "otaro, sum": lambda seed: bps(delay=10, delay_apply="sum"),
-        "otaro, mean": lambda seed: bps(delay=10, delay_apply="mean"),
-        "paper": lambda seed: Idea(
-            searched(5.0),
-            1e-5,
-            format=Format("nearest"),
-            needs_losses=True,
-            delay=10,
-            delay_apply="sum",
-            sgd=True,
-            schedule="constant",
-            warm_up=0.0,
-            clip=0.0,
-        ),
-    },
-    "fixed": {
-        f"fixed:{width}": lambda seed, width=width: Idea(fixed(width), RATE, format=FORMAT) for width in Precision
-    },
-    "ablation": {
-        **{f"bps, λ {exploration}": lambda seed, e=exploration: bps(e) for exploration in (3.0, 4.0, 5.0, 6.0, 7.0)},
-        **{f"otaro, N {n}": lambda seed, n=n: bps(delay=n, delay_apply="sum") for n in (5, 10, 20)},
-    },
-    # One pass over that much data: does LAA help where there is little of it?
-    "data": {
-        f"{name}, {steps} updates": lambda seed, n=steps, options=options: bps(steps=n, **options)
-        for steps in (25, 50, 100, 200)
-        for name, options in {"bps": {}, "otaro": {"delay": 10, "delay_apply": "sum"}}.items()
-    },
-    # Embeddings and head never below a width, in the run made for E5M3.
-    "floors": {
-        f"floor {floor}": lambda seed, floor=floor: Idea(fixed(M3), RATE, format=FORMAT, floor=floor)
-        for floor in (M3, M4, M5, M8)
-    },
-}
+def runs(group: str, rate: float, seed: int) -> dict[str, Idea]:
+    """The runs of a group by name; made anew for every seed, because plans remember what they drew."""
+
+    def bps(exploration: float = 5.0, **options: Any) -> Idea:
+        return Idea(searched(exploration), rate, format=FORMAT, needs_losses=True, **options)
+
+    groups: dict[str, dict[str, Idea]] = {
+        "methods": {
+            "fp16": Idea(fixed(None), rate, format=FORMAT),
+            "fixed:E5M3": Idea(fixed(M3), rate, format=FORMAT),
+            "fixed:E5M4": Idea(fixed(M4), rate, format=FORMAT),
+            "tiers": chosen(rate),
+            "uniform": Idea(drawn(UNIFORM, seed), rate, format=FORMAT),
+            "bps": bps(),
+            "otaro, sum": bps(delay=10, delay_apply="sum"),
+            "otaro, mean": bps(delay=10, delay_apply="mean"),
+            "paper": Idea(
+                searched(5.0),
+                1e-5,
+                format=Format("nearest"),
+                needs_losses=True,
+                delay=10,
+                delay_apply="sum",
+                sgd=True,
+                schedule="constant",
+                warm_up=0.0,
+                clip=0.0,
+            ),
+        },
+        "fixed": {f"fixed:{width}": Idea(fixed(width), rate, format=FORMAT) for width in Precision},
+        "ablation": {
+            **{f"bps, λ {exploration}": bps(exploration) for exploration in (3.0, 4.0, 5.0, 6.0, 7.0)},
+            **{f"otaro, N {n}": bps(delay=n, delay_apply="sum") for n in (5, 10, 20)},
+        },
+        # One pass over that much data: does LAA help where there is little of it?
+        "data": {
+            f"{name}, {steps} updates": bps(steps=steps, **options)
+            for steps in (25, 50, 100, 200)
+            for name, options in {"bps": {}, "otaro": {"delay": 10, "delay_apply": "sum"}}.items()
+        },
+        # Embeddings and head never below a width, in the run made for E5M3.
+        "floors": {f"floor {floor}": Idea(fixed(M3), rate, format=FORMAT, floor=floor) for floor in (M3, M4, M5, M8)},
+    }
+    return groups[group]
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     train = torch.from_numpy(common.tokens_of(Path(arguments.train), arguments.model)).long().to(device)
     test = torch.from_numpy(common.tokens_of(Path(arguments.test), arguments.model)).long().to(device)
-    window = 2048
+    window = arguments.window
     if arguments.quick:
         arguments.steps, arguments.batch, arguments.length, window = 4, 2, 128, 256
         test = test[: 4 * window]
     blocks = train[: len(train) // arguments.length * arguments.length].view(-1, arguments.length)
-    settings = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "seeds", "runs")}
+    settings = {
+        name: getattr(arguments, name)
+        for name in ("steps", "batch", "length", "window", "seeds", "runs", "learning_rate")
+    }
     result: dict[str, Any] = {
         "model": Path(arguments.model).name,
-        "settings": {**settings, "learning_rate": RATE, "format": str(FORMAT), "test_tokens": len(test)},
+        "settings": {**settings, "format": str(FORMAT), "test_tokens": len(test)},
         "machine": common.machine(),
         "runs": {},
     }
@@ -108,10 +110,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     keep("before tuning", {"perplexity": lab.perplexity(test, widths, FORMAT, window)})
     for seed in map(int, arguments.seeds.split(",")):
-        for name, make in RUNS[arguments.runs].items():
+        for name, idea in runs(arguments.runs, arguments.learning_rate, seed).items():
             if arguments.only and name not in arguments.only.split(";"):
                 continue
-            idea = make(seed)
             row = {
                 "seed": seed,
                 **lab.tune(idea, blocks, min(idea.steps or arguments.steps, arguments.steps), arguments.batch, seed),
@@ -175,11 +176,13 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
     parser.add_argument("--train", help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
     parser.add_argument("--test", help="WikiText-2's wiki.test.tokens, or its token ids as .npy")
-    parser.add_argument("--runs", choices=list(RUNS), default="methods")
+    parser.add_argument("--runs", choices=GROUPS, default="methods")
     parser.add_argument("--only", help="these runs of the group only, with ; between")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--window", type=int, default=2048, help="tokens that are measured together")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--seeds", default="0", help="with commas between")
     parser.add_argument("--json", help="write the results there, after every run")
     parser.add_argument("--plot", help="draw them there")
