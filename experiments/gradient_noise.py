@@ -49,7 +49,7 @@ SHOWN = ("model", "last down projection")
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     widths: list[analysis.Width] = [None, *Precision]
     if arguments.quick:
-        arguments.batches, arguments.batch, arguments.length, arguments.modes = 5, 1, 64, "still,adamw"
+        arguments.batches, arguments.batch, arguments.length, arguments.modes = 4, 1, 64, "still,adamw"
         widths = [None, Precision.E5M8, Precision.E5M4, Precision.E5M3]
     modes = arguments.modes.split(",")
     if not set(modes) <= set(MODES) or modes[0] != "still":

@@ -98,13 +98,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     train = torch.from_numpy(common.tokens_of(Path(arguments.train), arguments.model)).long().to(device)
     valid = torch.from_numpy(common.tokens_of(Path(arguments.valid), arguments.model)).long().to(device)
-    window = 2048
+    window = arguments.window
     if arguments.quick:
         arguments.steps, arguments.batch, arguments.length, arguments.windows, window = 6, 2, 64, 1, 128
     blocks = train[: len(train) // arguments.length * arguments.length].view(-1, arguments.length)
     valid = valid[: arguments.windows * window]
-    settings = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "windows", "seed")}
-    result: dict[str, Any] = {"settings": settings, "machine": common.machine(), "runs": {}}
+    settings = {
+        name: getattr(arguments, name)
+        for name in ("steps", "batch", "length", "window", "windows", "seed", "learning_rate")
+    }
+    result: dict[str, Any] = {
+        "model": Path(arguments.model).name,
+        "settings": settings,
+        "machine": common.machine(),
+        "runs": {},
+    }
     lab = Lab(upcycled(common.load_model(arguments.model, torch.device("cpu"))), device, compiled=False)
     choices = Choices(lab.model)
     rate = arguments.learning_rate
@@ -142,7 +150,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for name, row in result["runs"].items():
         if name != "before tuning":
             axes.plot(NAMES[:-1], [row["perplexity"][width] for width in NAMES[:-1]], marker="o", label=name)
-    axes.set(xlabel="precision", ylabel="perplexity, WikiText-2 valid", title="SmolLM2 made a mixture of experts")
+    axes.set(
+        xlabel="precision", ylabel="perplexity, WikiText-2 valid", title=f"{result['model']} made a mixture of experts"
+    )
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
@@ -156,7 +166,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--windows", type=int, default=16, help="windows of 2048 tokens to measure on")
+    parser.add_argument("--window", type=int, default=2048, help="tokens that are measured together")
+    parser.add_argument("--windows", type=int, default=16, help="how many windows to measure on")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the results there, after every run")

@@ -2,7 +2,7 @@
 
     python experiments/stories.py --checkpoint stories260K.bin --tokenizer tok512.model \
         --alpaca alpaca_data.json --out DIR
-    python experiments/wikitext_tuning.py --model DIR/model --train DIR/train.npy --test DIR/test.npy --length 256 \
+    python experiments/wikitext_tuning.py --model DIR/model --train DIR/train.npy --test DIR/test.npy --length 128 \
         --window 512 --learning-rate 3e-3 --only "fp16;fixed:E5M3;fixed:E5M4;tiers" --seeds 0,1,2 --json FILE
 
 The checkpoint is one of llama2.c's (version 0: seven integers, then float32 tensors); its weights were never quantised.
