@@ -73,6 +73,8 @@ class Idea:
     """(tier, multiple of the learning rate), where it is not 1."""
     shares: tuple[tuple[Precision, float], ...] = ()
     """(tier, share of the weight's gradient): what `otaro.tune.tiers.share_gradients` does."""
+    by_agreement: bool = False
+    """Shares by how well a tier's gradient agrees with the weight's on the first batch; see `Lab.agreement`."""
     carried: tuple[tuple[Precision, float], ...] = ()
     """(tier, share): the tier also moves by this share of every step that the weight itself takes."""
     released: bool = False
@@ -282,6 +284,20 @@ class Lab:
             both = sorted(own[source].keys() & gradients[target].keys())
             torch._foreach_add_([gradients[target][n] for n in both], [own[source][n] for n in both], alpha=share)
 
+    def agreement(self, ids: Tensor, targets: Tensor, format: Format) -> dict[Precision, float]:
+        """The cosine between each tier's gradient and the weight's, all on labels; gradients must be zero before."""
+        for width in (Precision.E5M8, *self.widths_of_tiers):
+            self.use(width, self.trained, format)
+            self._compute(ids, targets, None, Pass(width))
+        gradients = self._tier_gradients()
+        whole, cosines = gradients.pop(Precision.E5M8), {}
+        for width, own in gradients.items():
+            pairs = [(own[number].double(), whole[number].double()) for number in own]
+            norms = [sum(float(pair[index].square().sum()) for pair in pairs) for index in range(2)]
+            cosines[width] = sum(float((one * other).sum()) for one, other in pairs) / math.sqrt(norms[0] * norms[1])
+        self.model.zero_grad(set_to_none=False)
+        return cosines
+
     @torch.no_grad()
     def reuse(self, passed: set[Any], kept: dict[Precision, list[Tensor]]) -> None:
         """Keep the gradients of tiers that had a pass, and give the others theirs again."""
@@ -381,6 +397,13 @@ class Lab:
             inner = torch.optim.AdamW(groups, lr=idea.learning_rate, betas=idea.betas, weight_decay=0, fused=fused)
         ultra_low = [Precision.E5M4, Precision.E5M3]
         optimizer = inner if idea.delay is None else DelayedOptimizer(inner, ultra_low, idea.delay, idea.delay_apply)
+        shares = dict(idea.shares)
+        cosines: dict[Precision, float] = {}
+        if idea.by_agreement:
+            chosen = order[:batch]
+            aims = blocks[chosen] if targets is None else targets[chosen]
+            cosines = self.agreement(blocks[chosen], aims, idea.format)
+            shares = {width: min(2.0, max(0.0, cosine) / (1 - cosine) / 8) for width, cosine in cosines.items()}
         averaged: list[Tensor] | None = None
         own_gradients: dict[Precision, list[Tensor]] = {}
         count = 0
@@ -412,8 +435,8 @@ class Lab:
                     losses.update({width: float(loss) for width, loss in measured.items()})
                 if idea.reused:
                     self.reuse({step.width for step in part}, own_gradients)
-                if idea.shares:
-                    share_gradients(self.model, self.trained, dict(idea.shares).__getitem__)
+                if shares:
+                    share_gradients(self.model, self.trained, shares.__getitem__)
                 if idea.released and len(plan) > 1:
                     self.release(idea.format)
                 if idea.mixed:
@@ -446,6 +469,8 @@ class Lab:
             "step_seconds": (ended - settled - (self.preparing - prepared)) / (steps - first),
             "passes": widths,
         }
+        if cosines:
+            result["agreement"] = {str(width): cosine for width, cosine in cosines.items()}
         if idea.tiers:
             self.use(None, self.trained, idea.format)
             result["unsettled_groups"] = settle_model(self.model)
