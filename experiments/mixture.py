@@ -113,7 +113,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "machine": common.machine(),
         "runs": {},
     }
-    lab = Lab(upcycled(common.load_model(arguments.model, torch.device("cpu"))), device, compiled=False)
+    dense: Any = common.load_model(arguments.model, torch.device("cpu"))
+    if arguments.quick:
+        # Three sets of weights of all layers, with an optimizer's state, would take 20 GB.
+        dense.model.layers, dense.config.num_hidden_layers = dense.model.layers[:6], 6
+    lab = Lab(upcycled(dense), device, compiled=False)
     choices = Choices(lab.model)
     rate = arguments.learning_rate
     runs: dict[str, Idea | None] = {
@@ -172,7 +176,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the results there, after every run")
     parser.add_argument("--plot", help="draw them there")
-    parser.add_argument("--quick", action="store_true", help="a few small updates each, for a look")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few small updates each of the first six layers, for a look"
+    )
     parser.add_argument("--show", help="print the table of an earlier run and stop")
     arguments = parser.parse_args()
     if arguments.show:
