@@ -9,10 +9,12 @@ An update goes through one batch in one or more passes; each pass has a width an
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import common
@@ -88,6 +90,34 @@ class Idea:
     """Embeddings and head never go below this width."""
     schedule: str = "cosine"
     sgd: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser, steps: int) -> None:
+    """The options that scripts which tune a model share."""
+    parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
+    parser.add_argument("--train", help="WikiText-2's wiki.train.tokens, or token ids as .npy")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--window", type=int, default=2048, help="tokens that are measured together")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--json", help="write the results there, after every run")
+    parser.add_argument("--plot", help="draw them there")
+
+
+def draw(path: Path, title: str, lines: dict[str, dict[str, tuple[float, float]]]) -> None:
+    """Perplexity with its spread at every width, a line for each run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, row in lines.items():
+        means, spreads = zip(*row.values(), strict=True)
+        axes.errorbar(list(row), means, spreads, marker="o", label=name)
+    axes.set(xlabel="precision", ylabel="perplexity", title=title)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
 
 
 class Lab:

@@ -20,7 +20,7 @@ from typing import Any
 
 import common
 import torch
-from lab import Idea, Lab
+from lab import Idea, Lab, add_arguments, draw
 from recipe_search import REFINED5, UNIFORM, chosen, drawn, fixed, searched
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -116,7 +116,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     dense: Any = common.load_model(arguments.model, torch.device("cpu"))
     if arguments.quick:
         # Three sets of weights of all layers, with an optimizer's state, would take 20 GB.
-        dense.model.layers, dense.config.num_hidden_layers = dense.model.layers[:6], 6
+        dense.model.layers = dense.model.layers[:6]
+        dense.config.num_hidden_layers = len(dense.model.layers)
     lab = Lab(upcycled(dense), device, compiled=False)
     choices = Choices(lab.model)
     rate = arguments.learning_rate
@@ -147,35 +148,17 @@ def show(result: dict[str, Any]) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for name, row in result["runs"].items():
-        if name != "before tuning":
-            axes.plot(NAMES[:-1], [row["perplexity"][width] for width in NAMES[:-1]], marker="o", label=name)
-    axes.set(
-        xlabel="precision", ylabel="perplexity, WikiText-2 valid", title=f"{result['model']} made a mixture of experts"
-    )
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
+    rows = {name: row["perplexity"] for name, row in result["runs"].items() if name != "before tuning"}
+    lines = {name: {width: (row[width], 0.0) for width in NAMES[:-1]} for name, row in rows.items()}
+    draw(path, f"{result['model']} made a mixture of experts, valid", lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
-    parser.add_argument("--train", help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
+    add_arguments(parser, steps=150)
     parser.add_argument("--valid", help="WikiText-2's wiki.valid.tokens, or its token ids as .npy")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--window", type=int, default=2048, help="tokens that are measured together")
     parser.add_argument("--windows", type=int, default=16, help="how many windows to measure on")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write the results there, after every run")
-    parser.add_argument("--plot", help="draw them there")
     parser.add_argument(
         "--quick", action="store_true", help="a few small updates each of the first six layers, for a look"
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 import common
 import torch
-from lab import Idea, Lab
+from lab import Idea, Lab, add_arguments, draw
 from recipe_search import REFINED5, UNIFORM, chosen, drawn, fixed, searched
 
 from otaro.precision import Precision
@@ -154,39 +154,19 @@ def show(result: dict[str, Any]) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    widths = NAMES[:-1]
-    for name, row in means(result).items():
-        if name in ("before tuning", "paper"):
-            continue  # so far off that they would flatten the rest; the table has them
-        axes.errorbar(
-            widths, [row[width][0] for width in widths], [row[width][1] for width in widths], marker="o", label=name
-        )
-    axes.set_xlabel("precision")
-    axes.set_ylabel("perplexity, WikiText-2 test")
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
+    # The two left out are so far off that they would flatten the rest; the table has them.
+    rows = {name: row for name, row in means(result).items() if name not in ("before tuning", "paper")}
+    lines = {name: {width: row[width] for width in NAMES[:-1]} for name, row in rows.items()}
+    draw(path, f"{result['model']}, test", lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
-    parser.add_argument("--train", help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
+    add_arguments(parser, steps=400)
     parser.add_argument("--test", help="WikiText-2's wiki.test.tokens, or its token ids as .npy")
     parser.add_argument("--runs", choices=GROUPS, default="methods")
     parser.add_argument("--only", help="these runs of the group only, with ; between")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--window", type=int, default=2048, help="tokens that are measured together")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--seeds", default="0", help="with commas between")
-    parser.add_argument("--json", help="write the results there, after every run")
-    parser.add_argument("--plot", help="draw them there")
     parser.add_argument("--quick", action="store_true", help="four small updates each, for a look")
     parser.add_argument("--show", nargs="+", help="print the table of earlier runs and stop")
     arguments = parser.parse_args()

@@ -34,6 +34,10 @@ EMBEDDING_FLOOR = Precision.E5M4
 """The default floor of embeddings and output head."""
 
 
+class SimulatedConv1D(FakeSefpConv1D, Conv1D):  # type: ignore[misc]
+    """Here because `otaro.nn` does without transformers, which takes seconds to import."""
+
+
 @dataclass(frozen=True)
 class Target:
     """A weight of a model that is packed. `name` is its name in the files, `parameter` its name in the model."""
@@ -174,7 +178,7 @@ def simulate(model: nn.Module, format: Format, embedding_floor: Precision = EMBE
         if isinstance(module, nn.Embedding):
             module.scale = _scale(module)  # type: ignore[assignment]
         if target.transposed:
-            module.__class__ = type("FakeSefpConv1D", (FakeSefpConv1D, Conv1D), {})
+            module.__class__ = SimulatedConv1D
         else:
             module.__class__ = FakeSefpLinear if target.kind == "linear" else FakeSefpEmbedding
         _configure(module, format, target.floor)
