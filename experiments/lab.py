@@ -29,7 +29,7 @@ from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import loss_and_gradient
 from otaro.tune.refresh import Refresher
-from otaro.tune.tiers import add_tiers, settle_model, share_gradients
+from otaro.tune.tiers import add_tiers, agreement, gradient_shares, settle_model, share_gradients
 
 PLAIN = Format(polarity=False, exponent_by_error=None)
 
@@ -315,16 +315,12 @@ class Lab:
             torch._foreach_add_([gradients[target][n] for n in both], [own[source][n] for n in both], alpha=share)
 
     def agreement(self, ids: Tensor, targets: Tensor, format: Format) -> dict[Precision, float]:
-        """The cosine between each tier's gradient and the weight's, all on labels; gradients must be zero before."""
-        for width in (Precision.E5M8, *self.widths_of_tiers):
+        """How far the tiers' gradients agree with the weights', all on labels; gradients must be zero before."""
+        cosines: dict[Precision, float] = {}
+        for width in (Precision.E5M8, *reversed(self.widths_of_tiers)):
             self.use(width, self.trained, format)
             self._compute(ids, targets, None, Pass(width))
-        gradients = self._tier_gradients()
-        whole, cosines = gradients.pop(Precision.E5M8), {}
-        for width, own in gradients.items():
-            pairs = [(own[number].double(), whole[number].double()) for number in own]
-            norms = [sum(float(pair[index].square().sum()) for pair in pairs) for index in range(2)]
-            cosines[width] = sum(float((one * other).sum()) for one, other in pairs) / math.sqrt(norms[0] * norms[1])
+            cosines = {**agreement(self.model), **cosines}
         self.model.zero_grad(set_to_none=False)
         return cosines
 
@@ -428,18 +424,18 @@ class Lab:
         ultra_low = [Precision.E5M4, Precision.E5M3]
         optimizer = inner if idea.delay is None else DelayedOptimizer(inner, ultra_low, idea.delay, idea.delay_apply)
         shares = dict(idea.shares)
+        started = settled = time.perf_counter()
         cosines: dict[Precision, float] = {}
         if idea.by_agreement:
             chosen = order[:batch]
             aims = blocks[chosen] if targets is None else targets[chosen]
             cosines = self.agreement(blocks[chosen], aims, idea.format)
-            shares = {width: min(2.0, max(0.0, cosine) / (1 - cosine) / 8) for width, cosine in cosines.items()}
+            shares = gradient_shares(cosines)
         averaged: list[Tensor] | None = None
         own_gradients: dict[Precision, list[Tensor]] = {}
         count = 0
         losses: dict[Precision | None, float] = {}
         widths: dict[str, int] = {}
-        started = settled = time.perf_counter()
         self.preparing = prepared = 0.0
         first = min(20, steps - 1)
         for number in range(steps):
@@ -466,7 +462,7 @@ class Lab:
                 if idea.reused:
                     self.reuse({step.width for step in part}, own_gradients)
                 if shares:
-                    share_gradients(self.model, self.trained, shares.__getitem__)
+                    share_gradients(self.model, shares, self.trained)
                 if idea.released and len(plan) > 1:
                     self.release(idea.format)
                 if idea.mixed:

@@ -171,10 +171,12 @@ def released(plan: Any, **options: Any) -> Idea:
     return tiers(plan, released=True, mixed=MIXED, **options)
 
 
-def chosen(learning_rate: float = 3e-4, high: Sequence[Precision] = (M8,), blocks: int = 12, **options: Any) -> Idea:
+def chosen(
+    learning_rate: float = 3e-4, high: Sequence[Precision] = (M8, M8, M5), blocks: int = 12, **options: Any
+) -> Idea:
     """What came out of the rounds: `--recipe default`, in batches of 16."""
     first, then = turns(high, teacher=0.75), turns(high, (M4, M4, M4, M3), teacher=0.75, blocks=blocks)
-    options = {"shares": SHARES, **options}
+    options = {"by_agreement": "shares" not in options, **options}
     return tiers(fading(0.5, first, then), learning_rate, tier_rates=((M3, 1.4),), **options)
 
 
@@ -333,12 +335,13 @@ def ideas(only: str) -> dict[str, Idea]:
             ),
         },
         "13": {
-            "chosen": chosen(),
-            "chosen, shares by agreement": chosen(by_agreement=True),
-            "chosen, shares by agreement, then on 10": chosen(blocks=10, by_agreement=True),
-            "chosen, shares by agreement, E5M8 twice, E5M5": chosen(high=(M8, M8, M5), by_agreement=True),
-            "chosen, shares by agreement, E5M8, E5M6, E5M5": chosen(high=(M8, M6, M5), by_agreement=True),
-            "chosen, shares 2 and 1": chosen(shares=((M4, 2.0), (M3, 1.0))),
+            "shares by agreement": chosen(high=(M8,)),
+            "shares by agreement, E5M8 twice, E5M5": chosen(),
+            "shares 2 and 1": chosen(high=(M8,), shares=((M4, 2.0), (M3, 1.0))),
+        },
+        "14": {
+            "E5M8 twice, E5M5, then on 10": chosen(blocks=10),
+            "E5M8, E5M6, E5M5, then on 10": chosen(high=(M8, M6, M5), blocks=10),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {

@@ -46,7 +46,6 @@ def runs(group: str, rate: float, seed: int) -> dict[str, Idea]:
             "fixed:E5M3": Idea(fixed(M3), rate, format=FORMAT),
             "fixed:E5M4": Idea(fixed(M4), rate, format=FORMAT),
             "tiers": chosen(rate),
-            "tiers, shares by agreement": chosen(rate, by_agreement=True),
             "uniform": Idea(drawn(UNIFORM, seed), rate, format=FORMAT),
             "bps": bps(),
             "otaro, sum": bps(delay=10, delay_apply="sum"),

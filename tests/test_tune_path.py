@@ -96,10 +96,30 @@ def test_a_fixed_width_must_exist() -> None:
         make_path("bps", [])
 
 
-@pytest.mark.parametrize("widths, widest", [(list(Precision), M8), ([M3, M6, M4], M6), ([M3], M3)])
-def test_tiers_begin_with_the_widest(widths: list[Precision], widest: Precision) -> None:
-    path = make_path("tiers", widths)
-    assert [path.choose() for _ in range(3)] == [widest] * 3
+@pytest.mark.parametrize(
+    "widths, tiers, turns",
+    [(list(Precision), [M3, M4], [M8, M8, M5]), ([M3, M6, M4], [M3, M4], [M6] * 3), ([M3], [], [M3] * 3)],
+)
+def test_tiers_take_turns_with_the_wide_widths(
+    widths: list[Precision], tiers: list[Precision], turns: list[Precision]
+) -> None:
+    path = make_path("tiers", widths, tiers=tiers)
+    seen = []
+    for number in range(9):
+        assert path.choose() == path.choose()
+        seen.append(path.choose())
+        path.record(seen[-1], 1.0)
+        if tiers:
+            path.record(tiers[number % len(tiers)], 2.0)
+        restored = make_path("tiers", widths, tiers=tiers)
+        restored.load_state_dict(path.state_dict())
+        assert restored.choose() == path.choose()
+    assert seen == 3 * turns
+
+
+def test_tiers_leave_a_width_without_one() -> None:
+    with pytest.raises(OtaroError, match="have tiers"):
+        make_path("tiers", [M4, M3], tiers=[M3, M4])
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -19,10 +19,11 @@ from otaro.precision import Precision
 from otaro.sefp import Format, Tiers
 from otaro.tune.data import IGNORED
 from otaro.tune.distillation import distilled_loss
-from otaro.tune.tiers import add_tiers, settle, settle_model, share_gradients
+from otaro.tune.tiers import add_tiers, gradient_shares, settle, settle_model, share_gradients
 from otaro.tune.trainer import OtaroTrainer
 
 M8, M7, M6, M5, M4, M3 = Precision
+SHARES = {M4: 0.5, M3: 0.15}
 NESTED = [format for format in FORMATS if format.scheme == "nested"]
 
 
@@ -198,7 +199,7 @@ def share_by_hand(model: nn.Module, format: Format) -> int:
             narrow.grad = narrow.grad + wide.grad * (free != bound)
             count += int((free != bound).sum())
     for name, parameter in parameters.items():
-        for width, share in (("E5M3", 0.15), ("E5M4", 0.5)):
+        for width, share in SHARES.items():
             if name.endswith(f"_{width}"):
                 parameter.grad = parameter.grad + share * parameters[name.removesuffix(f"_{width}")].grad
     return count
@@ -227,9 +228,11 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([{"params": others}, {"params": narrow, "lr": 1.4 * 0.05}], lr=0.05)
     everyone, most = [0, 1, 2, 3, 4], [0, 1, 2, 4]
     turns = [(M4, everyone), (M3, everyone), (M4, everyone), (M3, most), (M4, most), (M4, most)]
+    wide = [M8, M8, M5, M8, M8, M5]
     batches = [batch["input_ids"] for batch in run.get_train_dataloader()]
-    for (width, rows), ids in zip(turns, batches, strict=True):
-        convert.set_precision(model, M8)
+    run.shares = SHARES
+    for wider, (width, rows), ids in zip(wide, turns, batches, strict=True):
+        convert.set_precision(model, wider)
         outputs = model(input_ids=ids, labels=ids)
         outputs.loss.backward()
         teacher = outputs.logits.detach()
@@ -269,7 +272,7 @@ def test_every_tier_learns_and_nothing_of_them_is_left(tmp_path: Path) -> None:
     for width in Precision:
         assert last[f"eval_loss_{width}"] < 0.9 * first[f"eval_loss_{width}"]
     assert not any(name.endswith(("_E5M3", "_E5M4")) for name in run.model.state_dict())
-    assert run.path.counts == {M8: 40, M4: 25, M3: 15, M7: 0, M6: 0, M5: 0}
+    assert run.path.counts == {M8: 27, M5: 13, M4: 25, M3: 15, M7: 0, M6: 0}
 
 
 def test_a_tier_without_a_turn_takes_its_share() -> None:
@@ -279,10 +282,57 @@ def test_a_tier_without_a_turn_takes_its_share() -> None:
     layer = model.model.layers[0].mlp.up_proj
     layer.weight.grad = torch.ones_like(layer.weight)
     layer.weight_E5M4.grad = torch.ones_like(layer.weight)
-    share_gradients(model)
+    share_gradients(model, SHARES)
     assert torch.equal(layer.weight_E5M3.grad, torch.full_like(layer.weight, 0.15))
     assert torch.equal(layer.weight_E5M4.grad, torch.full_like(layer.weight, 1.5))
     assert model.model.layers[0].mlp.down_proj.weight_E5M3.grad is None  # its weight has none either
+
+
+@pytest.mark.parametrize("architecture", ["llama-tied", "mixtral", "gpt2"])
+def test_shares_come_from_how_far_gradients_agree(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured on the first update's batches on labels, before anything has changed, and kept for the whole run."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    monkeypatch.setattr("otaro.tune.trainer.gradient_shares", dict)  # the cosines themselves
+    run = trainer(tmp_path, method="tiers", max_steps=2, architecture=architecture, **sizes)
+    for module in run.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model = random_model(architecture).eval()
+    convert.simulate(model, run.args.format, run.args.floor)
+    batches = [batch for _, batch in zip(range(2), run.get_train_dataloader(), strict=False)]
+    ids = torch.cat([batch["input_ids"] for batch in batches])
+    gradients = {}
+    for width in (M8, M4, M3):
+        convert.set_precision(model, width)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients[width] = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    run.train()
+    assert run.shares is not None
+    assert run.shares.keys() == {M4, M3}
+    for width, share in run.shares.items():
+        tiers = {name.removesuffix(f"_{width}") for name in tier_names(architecture) if name.endswith(f"_{width}")}
+        whole, own = (
+            torch.cat([gradients[at][name].flatten() for name in sorted(tiers & gradients[M8].keys())])
+            for at in (M8, width)
+        )
+        cosine = float(torch.nn.functional.cosine_similarity(whole, own, dim=0))
+        assert share == pytest.approx(cosine, abs=1e-5)
+        assert cosine < 0.99
+
+
+def tier_names(architecture: str) -> list[str]:
+    model = random_model(architecture)
+    convert.simulate(model, Format())
+    add_tiers(model, [M3, M4])
+    return [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("cosine, share", [(-0.5, 0.0), (0.0, 0.0), (0.5, 0.125), (0.8, 0.5), (0.99, 2.0), (1.0, 2.0)])
+def test_the_share_grows_with_agreement(cosine: float, share: float) -> None:
+    assert gradient_shares({M3: cosine}) == {M3: pytest.approx(share)}
 
 
 def test_a_batch_of_one_always_takes_part(tmp_path: Path) -> None:
@@ -290,12 +340,13 @@ def test_a_batch_of_one_always_takes_part(tmp_path: Path) -> None:
     seen = Passes(run)
     run.train()
     turns = [M4, M3, M4, M3, M4, M4, M4, M3]
-    assert [width for width, _ in seen.seen] == [width for turn in turns for width in (M8, turn)]
+    wide = [M8, M8, M5, M8, M8, M5, M8, M8]
+    assert [width for width, _ in seen.seen] == [width for pair in zip(wide, turns, strict=True) for width in pair]
     assert [rows for _, rows in seen.seen[::2]] == [rows for _, rows in seen.seen[1::2]]
 
 
 class Passes:
-    """Which sequences went through a model at which width while it was trained."""
+    """Which sequences went through a model at which width while it was trained, agreement already being known."""
 
     def __init__(self, run: OtaroTrainer) -> None:
         self.seen: list[tuple[Precision | None, list[int]]] = []
@@ -303,6 +354,8 @@ class Passes:
         run.model.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, model: nn.Module, arguments: object, inputs: dict[str, torch.Tensor]) -> None:
+        if self._run.tiers and self._run.shares is None:
+            return
         rows = [int((Blocks().ids == ids).all(-1).nonzero()) for ids in inputs["input_ids"]]
         self.seen.append((self._run._layers[0].precision, rows))
 
@@ -320,9 +373,10 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
     # A tier gets the same of an update's six sequences, whether they come at once or an odd number at a time.
     for update in range(8):
         one, other = slice(2 * update, 2 * update + 2), slice(4 * update, 4 * update + 4)
-        turn = first.seen[2 * update + 1][0]
+        wide, turn = (width for width, _ in first.seen[one])
+        assert wide in (M8, M5)
         assert turn in (M4, M3)
-        for width, count in ((M8, 6), (turn, 6 if update < 4 else 5)):
+        for width, count in ((wide, 6), (turn, 6 if update < 4 else 5)):
             assert len(first.at(width, one)) == count
             assert first.at(width, one) == second.at(width, other)
     for name, value in large.model.state_dict().items():
@@ -333,6 +387,7 @@ def test_sequences_without_a_label_do_not_count(tmp_path: Path) -> None:
     """Tokens are counted over an update, not averaged over its batches."""
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     run = trainer(tmp_path, method="tiers", max_steps=1, distillation=1.0, **sizes)
+    run.shares = SHARES
     labels = Blocks().ids.clone()
     labels[:6, :-2] = -100
     run.train_dataset = [{"input_ids": ids, "labels": label} for ids, label in zip(Blocks().ids, labels, strict=True)]
@@ -382,11 +437,11 @@ def test_bf16_trains_float32_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "widths, passes, tiers",
     [
-        ("E5M6,E5M3", [M6, M3], ["E5M3"]),
-        ("E5M4,E5M3", [M4, M3], ["E5M3"]),
-        ("E5M8,E5M5,E5M4", [M8, M4], ["E5M4"]),
-        ("E5M7,E5M5", [M7], []),
-        ("E5M3", [M3], []),
+        ("E5M6,E5M3", [M6, M3, M6, M3, M6, M3, M6, M3], ["E5M3"]),
+        ("E5M4,E5M3", [M4, M3, M4, M3, M4, M3, M4, M3], ["E5M3"]),
+        ("E5M8,E5M5,E5M4", [M8, M4, M8, M4, M5, M4, M8, M4], ["E5M4"]),
+        ("E5M7,E5M5", [M7, M7, M5, M7], []),
+        ("E5M3", [M3, M3, M3, M3], []),
     ],
 )
 def test_only_widths_that_are_wanted(widths: str, passes: list[Precision], tiers: list[str], tmp_path: Path) -> None:
@@ -395,8 +450,8 @@ def test_only_widths_that_are_wanted(widths: str, passes: list[Precision], tiers
     assert found == set(tiers)
     seen = Passes(run)
     run.train()
-    assert [width for width, _ in seen.seen] == passes * 4
-    if not tiers:
+    assert [width for width, _ in seen.seen] == passes
+    if len(set(passes)) == 1:
         fixed = trainer(tmp_path / "fixed", method=f"fixed:{passes[0]}", max_steps=4)
         fixed.train()
         for name, value in fixed.model.state_dict().items():

@@ -47,6 +47,8 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         attributes = {"path": self.trainer.path.state_dict(), "settings": settings(self.trainer)}
+        if self.trainer.shares is not None:
+            attributes["shares"] = {str(width): share for width, share in self.trainer.shares.items()}
         return {"args": {}, "attributes": attributes}
 
     def on_train_begin(
@@ -54,6 +56,8 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     ) -> None:
         saved = state.stateful_callbacks[type(self).__name__]["attributes"]
         self.trainer.path.load_state_dict(saved["path"])
+        if "shares" in saved:
+            self.trainer.shares = {Precision(width): share for width, share in saved["shares"].items()}
         if state.is_world_process_zero:
             cut_log(FilePath(args.output_dir) / LOG_NAME, state.global_step)
 

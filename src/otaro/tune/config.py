@@ -99,7 +99,9 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         return Precision(self.embedding_floor)
 
     def make_path(self) -> Path:
-        return make_path(self.method, self.path_widths, exploration=self.exploration, seed=self.seed)
+        return make_path(
+            self.method, self.path_widths, exploration=self.exploration, seed=self.seed, tiers=self.tier_widths
+        )
 
 
 RESUMED = (

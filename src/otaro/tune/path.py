@@ -124,16 +124,33 @@ class FixedPath(Path):
 
 
 class TieredPath(Path):
-    """The widest width of all; the trainer then goes through the tiers by itself (see `otaro.tune.tiers`)."""
+    """The widest width, and every third time the narrowest of those without a tier, which else nobody would tune for.
+
+    The trainer then goes through the tiers by itself (see `otaro.tune.tiers`).
+    """
+
+    def __init__(self, widths: Iterable[Precision], tiers: Iterable[Precision]) -> None:
+        super().__init__(widths)
+        wide = [width for width in self.widths if width not in set(tiers)]
+        if not wide:
+            raise OtaroError(f"all of {join(self.widths)} have tiers: leave the widest one without")
+        self._turns = (wide[0], wide[0], wide[-1])
 
     def choose(self) -> Precision:
-        return self.widths[0]
+        return self._turns[sum(self.counts[width] for width in set(self._turns)) % len(self._turns)]
 
 
-def make_path(method: str, widths: Iterable[Precision], *, exploration: float = 5.0, seed: int = 0) -> Path:
+def make_path(
+    method: str,
+    widths: Iterable[Precision],
+    *,
+    exploration: float = 5.0,
+    seed: int = 0,
+    tiers: Iterable[Precision] = (),
+) -> Path:
     """The path of a method: ``otaro`` and ``bps`` search, ``uniform`` draws, ``fixed:E5M3`` stays, ``fp16`` is none.
 
-    ``tiers`` stays at the widest width; which tier has its turn beside it, `otaro.tune.tiers` says.
+    ``tiers`` goes through the widths without a tier; which tier has its turn beside, `otaro.tune.tiers` says.
     """
     name, _, width = method.partition(":")
     widths = list(widths)
@@ -144,7 +161,7 @@ def make_path(method: str, widths: Iterable[Precision], *, exploration: float = 
     if name == "uniform" and not width:
         return UniformPath(widths, seed)
     if name == "tiers" and not width:
-        return TieredPath(widths)
+        return TieredPath(widths, tiers)
     if name == "fp16" and not width:
         return FixedPath(None)
     if name == "fixed" and width:

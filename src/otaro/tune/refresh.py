@@ -7,7 +7,7 @@ buffers of the type the model computes in, one to a weight, which are kept from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Refresher:
         for layer in self._layers:
             layer.values = layer.trained = None
 
-    def share(self, share_of: Callable[[Precision], float]) -> bool:
+    def share(self, shares: Mapping[Precision, float]) -> bool:
         """Do the work of `otaro.tune.tiers.share_gradients` in one launch; False where that is not possible.
 
         The weights have not changed since the last call.
@@ -81,11 +81,11 @@ class Refresher:
                     first[0].format,
                     gradients,
                     tiers,
-                    [share_of(width) for width in widths],
+                    [shares.get(width, 0.0) for width in widths],
                 )
             else:
                 for width, tier in zip(widths, tiers, strict=True):
-                    torch._foreach_add_(tier, gradients, alpha=share_of(width))
+                    torch._foreach_add_(tier, gradients, alpha=shares.get(width, 0.0))
         return True
 
     def _fills(self, layer: Layer) -> bool:

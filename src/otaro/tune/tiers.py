@@ -10,14 +10,15 @@ keep their own place except where a cell they were in is given up, and then move
 When tuning ends, :func:`settle` makes ordinary weights of the tiers: ones whose own codes are the codes of the tiers at
 every width. They are saved and packed like any others, and nothing of the tiers is left.
 
-An update goes through its sequences at the widest width, then at that of one tier, which learns from those predictions
-(:class:`Turn`). In the first half of a run the tiers take turns. In the second half the wider one has three turns of
-four, on three quarters of the sequences: the narrow one's cells should come to rest before the wider one does.
+An update goes through its sequences at a wide width (`otaro.tune.path.TieredPath` says which), then at that of one
+tier, which learns from those predictions (:class:`Turn`). In the first half of a run the tiers take turns. In the
+second half the wider one has three turns of four, on three quarters of the sequences: the narrow one's cells should
+come to rest before the wider one does.
 
-Most of what there is to learn is the same at every width, and the widest width has every turn. So a tier also takes a
-share of the widest width's gradient (:data:`GRADIENT_SHARE`): less at E5M3, whose gradient has the least in common with
-it. And where the narrower tier's cell holds a weight back, the wider tier's gradient goes to the narrower one too: the
-cell is what stands in its way.
+Most of what there is to learn is the same at every width, and the wide ones have every turn. So a tier also takes a
+share of their gradient: the more, the more its own has in common with it before the first update (:func:`agreement`).
+And where the narrower tier's cell holds a weight back, the wider tier's gradient goes to the narrower one too: the cell
+is what stands in its way.
 
 Exponents come from the widest tier. Settled weights could have another exponent where the largest weight of a group was
 moved, so settling repeats with the settled weights' exponents until they stay.
@@ -25,7 +26,8 @@ moved, so settling repeats with the settled weights' exponents until they stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,9 +49,9 @@ ROUNDS = 8
 TIER_NAMES = tuple(f"_{width}" for width in Precision)
 """How the names of tiers end."""
 
-GRADIENT_SHARE = {Precision.E5M3: 0.15}
-"""What a tier takes of the widest width's gradient beside its own; docs/results.md has the trials."""
-GRADIENT_SHARE_WIDER = 0.5
+MOST_SHARED = 2.0
+"""A tier takes no more of the wide widths' gradient than this, beside its own."""
+SHARE_DIVISOR = 8.0
 NARROWEST_RATE = 1.4
 """The learning rate of the narrower of two tiers, which has fewer turns, as a multiple."""
 LATER = 0.5
@@ -151,14 +153,48 @@ def average_gradients(model: nn.Module) -> None:
         work.wait()
 
 
-def gradient_share(width: Precision) -> float:
-    return GRADIENT_SHARE.get(width, GRADIENT_SHARE_WIDER)
+@torch.no_grad()
+def agreement(model: nn.Module, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[Precision, float]:
+    """The cosine between the gradient of the tiers of each width and that of the weights they belong to.
+
+    It is over the whole model, from passes over the same batches; widths without a gradient are left out. `total` adds
+    up over processes, which may hold shards.
+    """
+    listed: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        if isinstance(module, FakeSefp):
+            listed.update(
+                {id(module._parameters[name]): (module._parameters[name], of) for name, of in module.tiers.items()}
+            )
+    widths = sorted({width for _, tiers in listed.values() for width, _ in tiers})
+    if not widths:
+        return {}
+    sums = torch.zeros(len(widths), 3, device=next(iter(listed.values()))[0].device)
+    for weight, tiers in listed.values():
+        for width, tier in tiers:
+            if weight.grad is not None and tier.grad is not None:
+                given, own = (own_rows(tensor.grad, turned=False).float() for tensor in (weight, tier))
+                sums[widths.index(width)] += torch.stack(
+                    [(own * given).sum(), own.square().sum(), given.square().sum()]
+                )
+    found = zip(widths, total(sums).tolist(), strict=True)
+    return {width: product / math.sqrt(own * given) for width, (product, own, given) in found if own * given > 0}
+
+
+def gradient_shares(cosines: Mapping[Precision, float]) -> dict[Precision, float]:
+    """What each tier takes of the wide widths' gradient, given how much its own agrees with it.
+
+    If a tier's gradient is the common one plus an error of its own of relative size e, the cosine c is 1 / sqrt(1 + e²)
+    and c / (1 - c) grows as the error falls. The divisor is from trials on two models: docs/results.md.
+    """
+    return {
+        width: MOST_SHARED if cosine >= 1 else min(MOST_SHARED, max(0.0, cosine) / (1 - cosine) / SHARE_DIVISOR)
+        for width, cosine in cosines.items()
+    }
 
 
 @torch.no_grad()
-def share_gradients(
-    model: nn.Module, refresher: Refresher | None = None, share_of: Callable[[Precision], float] = gradient_share
-) -> None:
+def share_gradients(model: nn.Module, shares: Mapping[Precision, float], refresher: Refresher | None = None) -> None:
     """Once an update's passes are done, give the tiers gradients beside their own: shares of that of the weight they
     belong to, and to the narrower of two the wider one's where the narrower one's cell holds it back."""
     layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
@@ -168,7 +204,7 @@ def share_gradients(
                 weight: Any = module._parameters[name]
                 if tier.grad is None and weight.grad is not None:
                     tier.grad = torch.zeros_like(tier)  # it had no turn in this update
-    if refresher is not None and refresher.share(share_of):
+    if refresher is not None and refresher.share(shares):
         return
     seen: set[int] = set()
     for module in layers:
@@ -187,7 +223,7 @@ def share_gradients(
                     quantize = partial(ops.quantize_backend(own.device).quantize, own, width, module.format)
                     held = quantize(listed[number : number + 1]) != quantize(listed[: number + 1])
                     gradients[number - 1].add_(gradient * held)
-                gradient.add_(given, alpha=share_of(width))
+                gradient.add_(given, alpha=shares.get(width, 0.0))
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ before an update makes that update's batches compute with the weights that width
 which width; the loss it gave goes back to the path. For the method ``otaro`` the optimizer lets ultra-low widths wait.
 All of it is in the checkpoint: the path in trainer_state.json, held gradients in the optimizer's state.
 
-The method ``tiers`` makes two passes an update, at the widest width and at that of a tier (see `otaro.tune.tiers`).
+The method ``tiers`` makes two passes an update, at a wide width and at that of a tier (see `otaro.tune.tiers`).
 
 With several processes the loss of an update is reduced over all of them before the path sees it, so every process
 chooses the same width without being told.
@@ -17,6 +17,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -43,7 +44,9 @@ from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import (
     Turn,
     add_tiers,
+    agreement,
     average_gradients,
+    gradient_shares,
     has_tiers,
     set_narrowest_rate,
     settle_model,
@@ -83,6 +86,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self._update_losses: dict[Precision | None, Tensor] = {}
         self._predictions: Tensor | None = None
         self._turn: Turn | None = None
+        self.shares: dict[Precision, float] | None = None
+        """What each tier takes of the wide widths' gradient, once it is measured."""
+        self._first: list[dict[str, Any]] = []
         self._batches_done = 0
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
             convert.simulate(model, args.format, args.floor)
@@ -167,6 +173,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             self._turn = Turn(self.tiers, number, updates, self._train_batch_size, self.accelerator)
             self._turn.count(batches)
             self._batches_done = 0
+            self._first = batches if self.shares is None else []
         return batches, items
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -177,6 +184,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             return loss
         # DDP waits for the gradients of all weights in every pass, but each pass has those of one tier only.
         copies = isinstance(model, DistributedDataParallel)
+        if self.shares is None:
+            self.shares = self._measure_shares(model)
         with self.accelerator.no_sync(model) if copies else nullcontext():
             loss = super().training_step(model, inputs, num_items_in_batch)
             self._add_loss(self._layers[0].precision, loss)
@@ -184,8 +193,41 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self.accelerator.sync_gradients:
             if copies:
                 average_gradients(model)
-            share_gradients(model, self._refresh)
+            share_gradients(model, self.shares, self._refresh)
         return loss
+
+    def _measure_shares(self, model: nn.Module) -> dict[Precision, float]:
+        """Shares by how far gradients of the first update's batches agree, before anything has been learned."""
+        model.train()
+        before = self._layers[0].precision
+        batches, self._first = self._first, []
+        copies = isinstance(model, DistributedDataParallel)
+        cosines: dict[Precision, float] = {}
+        device = self.args.device
+        # The widest tier first: where a floor keeps the narrower one out, its passes add to the wider one's gradient.
+        for width in (max(self.path.widths), *reversed(self.tiers)):
+            self.set_width(width)
+            # Dropout leaves out the same at every width.
+            with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+                for batch in batches:
+                    with self.accelerator.no_sync(model) if copies else nullcontext():
+                        self._label_gradients(model, self._prepare_inputs(batch))
+            if copies:
+                average_gradients(model)
+            if width in self.tiers:
+                found = agreement(model, partial(self.accelerator.reduce, reduction="sum"))
+                cosines = {**found, **cosines}
+        model.zero_grad()
+        self.set_width(before)
+        return gradient_shares(cosines)
+
+    def _label_gradients(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        labels = inputs.pop("labels")
+        with self.compute_loss_context_manager():
+            logits = model(**inputs, use_cache=False).logits
+            loss, _ = distilled_loss(logits, logits.detach(), labels, 0.0)
+        # A sum over tokens, which half precision can hold without being scaled; cosines know no scale.
+        loss.backward()
 
     def _train_tier(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """The tier whose turn it is goes through its part of a micro-batch and learns from the pass before."""
