@@ -80,8 +80,9 @@ def run(arguments: argparse.Namespace) -> None:
     lab = Lab(arguments.model, device, compiled=device.type == "cuda")
     settings = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "seed")}
     scores: dict[str, Any] = {"machine": json.dumps(common.machine()), "settings": json.dumps(settings)}
-    rates = {}
-    for rate in arguments.learning_rates.split(","):
+    rates: dict[str, float] = {}
+    tried = arguments.learning_rates.split(",")
+    for rate in tried if len(tried) > 1 else ():
         lab.tune(
             Idea(fixed(None), float(rate), format=REFINED5), *(blocks, arguments.steps, arguments.batch), 0, targets
         )
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
         rates[rate] = found["full"]
         print(f"fp16 at {rate}: perplexity of held-back answers {rates[rate]:.3f}", flush=True)
     scores["learning_rates"] = json.dumps(rates)
-    for name, (idea, widths) in ideas(float(min(rates, key=rates.__getitem__))).items():
+    for name, (idea, widths) in ideas(float(min(tried, key=lambda rate: rates.get(rate, 0.0)))).items():
         if arguments.only and name not in arguments.only.split(","):
             continue
         if idea is None:
