@@ -9,8 +9,9 @@
 `prepare` and `report` need the tokenizer and lm-eval, `run` needs a GPU and neither (`run --quick` is for a CPU: few
 updates, few requests). Before tuning and after `fp16` and `tiers` every width is scored; each run of one width at its
 own. Scores are written after every run, so a run that is cut off keeps what it had. The last twentieth of Alpaca is
-held back, and the perplexity of its answers measured beside the tasks. `report` takes the scores of several seeds, and
-compares runs document by document: two runs answer mostly the same ones, so their difference is known better than each.
+held back, and the perplexity of its answers measured beside the tasks. `report` takes the scores of several calls (of
+two with the same run and seed those that are named first), and compares runs document by document: two runs answer
+mostly the same ones, so their difference is known better than each.
 """
 
 from __future__ import annotations
@@ -126,18 +127,22 @@ def report(arguments: argparse.Namespace) -> None:
 
     requests = dict(np.load(arguments.requests))
     tasks = load_tasks(requests["names"].tolist(), arguments.tasks_from)
-    result: dict[str, Any] = {"seeds": [], "runs": {}}
+    result: dict[str, Any] = {"files": [], "runs": {}}
     right: dict[tuple[str, str], list[dict[str, np.ndarray]]] = {}
+    seen: set[tuple[str, int | None]] = set()
     for file in arguments.scores:
         scores = np.load(file)
-        result["seeds"].append(
-            {name: json.loads(str(scores[name])) for name in ("machine", "settings", "learning_rates")}
-        )
+        about = {name: json.loads(str(scores[name])) for name in ("machine", "settings", "learning_rates")}
+        result["files"].append(about)
         for key in scores.files:
             if not key.endswith("|perplexity"):
                 continue
             name, width, _ = key.split("|")
-            figures: dict[str, Any] = {"perplexity": float(scores[key])}
+            seed = None if name == "before tuning" else about["settings"]["seed"]
+            if (key, seed) in seen:
+                continue
+            seen.add((key, seed))
+            figures: dict[str, Any] = {"seed": seed, "perplexity": float(scores[key])}
             scored = f"{name}|{width}|likelihoods"
             # The paper's row of fixed precision takes each width from the run made for it.
             name = name.partition(":")[0]
@@ -185,12 +190,13 @@ def show(result: dict[str, Any]) -> None:
         ("perplexity of held-back answers", "perplexity", lambda rows: f"{mean(rows, 'perplexity'):.3f}"),
     ]
     for title, needed, cell in tables:
-        print(f"\n| {title}, mean of {len(result['seeds'])} | {' | '.join(NAMES)} |")
+        print(f"\n| {title} | {' | '.join(NAMES)} |")
         print("|---" * (len(NAMES) + 1) + "|")
         for name in ("before tuning", "fp16", "fixed", "tiers"):
             row = result["runs"].get(name, {})
             cells = [cell(row[width]) if needed in row.get(width, [{}])[0] else "" for width in NAMES]
-            print(f"| {name} | {' | '.join(cells)} |")
+            seeds = max((len(found) for found in row.values()), default=0)
+            print(f"| {name}{f', mean of {seeds}' if seeds > 1 else ''} | {' | '.join(cells)} |")
         if needed == "average":
             for name, row in result["differences"].items():
                 cells = [
