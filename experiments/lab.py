@@ -222,9 +222,8 @@ class Lab:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):
-                torch._foreach_zero_(gradients)
-                self._compute(given, wanted, teacher, step)
+            torch._foreach_zero_(gradients)
+            self._compute(given, wanted, teacher, step)  # compiles and allocates what capturing must not
         torch.cuda.current_stream().wait_stream(stream)
         expected = [gradient.clone() for gradient in gradients]
         graph = torch.cuda.CUDAGraph()

@@ -124,6 +124,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, Idea | None] = {
         "before tuning": None,
         "fp16": Idea(fixed(None), rate, format=REFINED5),
+        "fixed:E5M4": Idea(fixed(Precision.E5M4), rate, format=REFINED5),
+        "fixed:E5M3": Idea(fixed(Precision.E5M3), rate, format=REFINED5),
         "uniform": Idea(drawn(UNIFORM, arguments.seed), rate, format=REFINED5),
         "bps": Idea(searched(5.0), rate, format=REFINED5, needs_losses=True),
         "tiers": chosen(rate),

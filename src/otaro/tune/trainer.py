@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_callback import ExportableState
@@ -202,6 +203,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         before = self._layers[0].precision
         batches, self._first = self._first, []
         copies = isinstance(model, DistributedDataParallel)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(True)  # off until the last of an update's batches
         cosines: dict[Precision, float] = {}
         device = self.args.device
         # The widest tier first: where a floor keeps the narrower one out, its passes add to the wider one's gradient.
@@ -218,6 +221,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 found = agreement(model, partial(self.accelerator.reduce, reduction="sum"))
                 cosines = {**found, **cosines}
         model.zero_grad()
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(self.accelerator.sync_gradients)
         self.set_width(before)
         return gradient_shares(cosines)
 
