@@ -13,7 +13,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from otaro.sefp import Format
 from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import loss_and_gradient
+from otaro.tune.path import WORTH_A_TURN
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import add_tiers, agreement, gradient_shares, settle_model, share_gradients
 
@@ -76,7 +77,8 @@ class Idea:
     shares: tuple[tuple[Precision, float], ...] = ()
     """(tier, share of the weight's gradient): what `otaro.tune.tiers.share_gradients` does."""
     by_agreement: bool = False
-    """Shares by how well a tier's gradient agrees with the weight's on the first batch; see `Lab.agreement`."""
+    """Shares by how well a tier's gradient agrees with the weight's on the first batch, and E5M5 in the plan only where
+    it is hurt there; see `Lab.measure`."""
     carried: tuple[tuple[Precision, float], ...] = ()
     """(tier, share): the tier also moves by this share of every step that the weight itself takes."""
     released: bool = False
@@ -313,15 +315,20 @@ class Lab:
             both = sorted(own[source].keys() & gradients[target].keys())
             torch._foreach_add_([gradients[target][n] for n in both], [own[source][n] for n in both], alpha=share)
 
-    def agreement(self, ids: Tensor, targets: Tensor, format: Format) -> dict[Precision, float]:
-        """How far the tiers' gradients agree with the weights', all on labels; gradients must be zero before."""
+    def measure(
+        self, ids: Tensor, targets: Tensor, format: Format
+    ) -> tuple[dict[Precision, float], dict[Precision, float]]:
+        """Before tuning, as `OtaroTrainer` does: how far tiers agree with the weights, and losses at wide widths."""
         cosines: dict[Precision, float] = {}
-        for width in (Precision.E5M8, *reversed(self.widths_of_tiers)):
+        losses: dict[Precision, float] = {}
+        for width in (Precision.E5M5, Precision.E5M8, *reversed(self.widths_of_tiers)):
             self.use(width, self.trained, format)
-            self._compute(ids, targets, None, Pass(width))
+            losses[width] = float(self._compute(ids, targets, None, Pass(width))[0])
+            if width == Precision.E5M5:
+                self.model.zero_grad(set_to_none=False)
             cosines = {**agreement(self.model), **cosines}
         self.model.zero_grad(set_to_none=False)
-        return cosines
+        return cosines, losses
 
     @torch.no_grad()
     def reuse(self, passed: set[Any], kept: dict[Precision, list[Tensor]]) -> None:
@@ -425,11 +432,14 @@ class Lab:
         shares = dict(idea.shares)
         started = settled = time.perf_counter()
         cosines: dict[Precision, float] = {}
+        before_tuning: dict[Precision, float] = {}
+        hurt = False
         if idea.by_agreement:
             chosen = order[:batch]
             aims = blocks[chosen] if targets is None else targets[chosen]
-            cosines = self.agreement(blocks[chosen], aims, idea.format)
+            cosines, before_tuning = self.measure(blocks[chosen], aims, idea.format)
             shares = gradient_shares(cosines)
+            hurt = before_tuning[Precision.E5M5] - before_tuning[Precision.E5M8] >= WORTH_A_TURN
         averaged: list[Tensor] | None = None
         own_gradients: dict[Precision, list[Tensor]] = {}
         count = 0
@@ -451,6 +461,8 @@ class Lab:
             ids = blocks[chosen]
             aims = ids if targets is None else targets[chosen]
             plan = idea.plan(number, steps, losses)
+            if idea.by_agreement and not hurt:
+                plan = [replace(step, width=Precision.E5M8) if step.width == Precision.E5M5 else step for step in plan]
             for step in plan:
                 widths[str(step.width)] = widths.get(str(step.width), 0) + 1
             taught = None
@@ -496,6 +508,7 @@ class Lab:
         }
         if cosines:
             result["agreement"] = {str(width): cosine for width, cosine in cosines.items()}
+            result["losses_before"] = {str(width): loss for width, loss in before_tuning.items()}
         if idea.tiers:
             self.use(None, self.trained, idea.format)
             result["unsettled_groups"] = settle_model(self.model)

@@ -11,7 +11,7 @@ import torch
 from otaro.errors import OtaroError, PrecisionError
 from otaro.precision import Precision
 from otaro.tune.delay import DelayedOptimizer
-from otaro.tune.path import BitWidthPathSearch, Path, UniformPath, make_path
+from otaro.tune.path import BitWidthPathSearch, Path, TieredPath, UniformPath, make_path
 
 M8, M7, M6, M5, M4, M3 = Precision
 
@@ -97,13 +97,22 @@ def test_a_fixed_width_must_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "widths, tiers, turns",
-    [(list(Precision), [M3, M4], [M8, M8, M5]), ([M3, M6, M4], [M3, M4], [M6] * 3), ([M3], [], [M3] * 3)],
+    "widths, tiers, hurt, turns",
+    [
+        (list(Precision), [M3, M4], 0.04, [M8, M8, M5]),
+        (list(Precision), [M3, M4], 0.02, [M8] * 3),
+        ([M3, M6, M4], [M3, M4], 0.0, [M6] * 3),
+        ([M3], [], 0.0, [M3] * 3),
+    ],
 )
 def test_tiers_take_turns_with_the_wide_widths(
-    widths: list[Precision], tiers: list[Precision], turns: list[Precision]
+    widths: list[Precision], tiers: list[Precision], hurt: float, turns: list[Precision]
 ) -> None:
+    """The narrowest of them has turns if it is hurt by rounding."""
     path = make_path("tiers", widths, tiers=tiers)
+    assert isinstance(path, TieredPath)
+    assert path.choose() == turns[0]
+    path.begin({turns[0]: 2.0, **({M5: 2.0 + hurt} if M5 in widths else {})})
     seen = []
     for number in range(9):
         assert path.choose() == path.choose()

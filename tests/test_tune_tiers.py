@@ -33,6 +33,12 @@ def tiered(columns: int = 200, spread: float = 0.3) -> tuple[torch.Tensor, Tiers
     return weight, [(M3, weight + spread * narrow), (M4, weight + spread * wide)]
 
 
+@pytest.fixture
+def hurt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have rounding to E5M5 count as harmful, whatever it does to the loss."""
+    monkeypatch.setattr("otaro.tune.path.WORTH_A_TURN", -1.0)
+
+
 @pytest.mark.parametrize("format", NESTED)
 def test_every_width_is_a_prefix(format: Format) -> None:
     weight, tiers = tiered()
@@ -231,6 +237,7 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     wide = [M8, M8, M5, M8, M8, M5]
     batches = [batch["input_ids"] for batch in run.get_train_dataloader()]
     run.shares = SHARES
+    run.path.begin({M8: 2.0, M5: 3.0})  # type: ignore[attr-defined]
     for wider, (width, rows), ids in zip(wide, turns, batches, strict=True):
         convert.set_precision(model, wider)
         outputs = model(input_ids=ids, labels=ids)
@@ -253,7 +260,7 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
         assert torch.allclose(weight, state[name], atol=1e-5), name
 
 
-def test_every_tier_learns_and_nothing_of_them_is_left(tmp_path: Path) -> None:
+def test_every_tier_learns_and_nothing_of_them_is_left(hurt: None, tmp_path: Path) -> None:
     options = {"optim": "adamw_torch", "learning_rate": 3e-3, "per_device_train_batch_size": 4, "max_steps": 40}
     run = trainer(tmp_path, method="tiers", **options)
     before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
@@ -289,12 +296,12 @@ def test_a_tier_without_a_turn_takes_its_share() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama-tied", "mixtral", "gpt2"])
-def test_shares_come_from_how_far_gradients_agree(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_measured_before_tuning(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured on the first update's batches on labels, before anything has changed, and kept for the whole run."""
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     monkeypatch.setattr("otaro.tune.trainer.gradient_shares", dict)  # the cosines themselves
+    told: list[dict[Precision, float]] = []
+    monkeypatch.setattr("otaro.tune.path.TieredPath.begin", lambda path, losses: told.append(losses))
     run = trainer(tmp_path, method="tiers", max_steps=2, architecture=architecture, **sizes)
     for module in run.model.modules():
         if isinstance(module, nn.Dropout):
@@ -303,13 +310,17 @@ def test_shares_come_from_how_far_gradients_agree(
     convert.simulate(model, run.args.format, run.args.floor)
     batches = [batch for _, batch in zip(range(2), run.get_train_dataloader(), strict=False)]
     ids = torch.cat([batch["input_ids"] for batch in batches])
-    gradients = {}
-    for width in (M8, M4, M3):
+    gradients, losses = {}, {}
+    for width in (M8, M5, M4, M3):
         convert.set_precision(model, width)
         model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses[width] = float(loss)
         gradients[width] = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     run.train()
+    assert told == [pytest.approx(losses, abs=1e-5)]
+    assert losses[M5] != pytest.approx(losses[M8], abs=1e-5)
     assert run.shares is not None
     assert run.shares.keys() == {M4, M3}
     for width, share in run.shares.items():
@@ -335,7 +346,7 @@ def test_the_share_grows_with_agreement(cosine: float, share: float) -> None:
     assert gradient_shares({M3: cosine}) == {M3: pytest.approx(share)}
 
 
-def test_a_batch_of_one_always_takes_part(tmp_path: Path) -> None:
+def test_a_batch_of_one_always_takes_part(hurt: None, tmp_path: Path) -> None:
     run = trainer(tmp_path, method="tiers", per_device_train_batch_size=1, max_steps=8)
     seen = Passes(run)
     run.train()
@@ -363,7 +374,7 @@ class Passes:
         return sorted(row for seen, rows in self.seen[passes] if seen == width for row in rows)
 
 
-def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
+def test_accumulated_batches_equal_one_large_batch(hurt: None, tmp_path: Path) -> None:
     options = {"method": "tiers", "max_steps": 8, "distillation": 0.5}
     large = trainer(tmp_path / "large", **options, per_device_train_batch_size=6)
     small = trainer(tmp_path / "small", **options, per_device_train_batch_size=3, gradient_accumulation_steps=2)
@@ -440,11 +451,13 @@ def test_bf16_trains_float32_weights(tmp_path: Path) -> None:
         ("E5M6,E5M3", [M6, M3, M6, M3, M6, M3, M6, M3], ["E5M3"]),
         ("E5M4,E5M3", [M4, M3, M4, M3, M4, M3, M4, M3], ["E5M3"]),
         ("E5M8,E5M5,E5M4", [M8, M4, M8, M4, M5, M4, M8, M4], ["E5M4"]),
-        ("E5M7,E5M5", [M7, M7, M5, M7], []),
+        ("E5M7,E5M5", [M7, M7, M7, M7], []),
         ("E5M3", [M3, M3, M3, M3], []),
     ],
 )
-def test_only_widths_that_are_wanted(widths: str, passes: list[Precision], tiers: list[str], tmp_path: Path) -> None:
+def test_only_widths_that_are_wanted(
+    widths: str, passes: list[Precision], tiers: list[str], hurt: None, tmp_path: Path
+) -> None:
     run = trainer(tmp_path, method="tiers", widths=widths, max_steps=4)
     found = {name.rpartition("weight_")[2] for name in run.model.state_dict() if "proj.weight_" in name}
     assert found == set(tiers)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from otaro.errors import OtaroError
@@ -123,10 +123,15 @@ class FixedPath(Path):
         return self._width
 
 
-class TieredPath(Path):
-    """The widest width, and every third time the narrowest of those without a tier, which else nobody would tune for.
+WORTH_A_TURN = 0.03
+"""How much worse than at the widest width a loss before tuning must be for a width to have turns of its own."""
 
-    The trainer then goes through the tiers by itself (see `otaro.tune.tiers`).
+
+class TieredPath(Path):
+    """The widest width; every third time the narrowest of those without a tier, if rounding to it hurts the model.
+
+    Whether it does, the losses before tuning tell (`begin`); docs/results.md has the trials. The trainer then goes
+    through the tiers by itself (see `otaro.tune.tiers`).
     """
 
     def __init__(self, widths: Iterable[Precision], tiers: Iterable[Precision]) -> None:
@@ -134,10 +139,24 @@ class TieredPath(Path):
         wide = [width for width in self.widths if width not in set(tiers)]
         if not wide:
             raise OtaroError(f"all of {join(self.widths)} have tiers: leave the widest one without")
-        self._turns = (wide[0], wide[0], wide[-1])
+        self.wide = (wide[0], wide[-1])
+        self._turns: tuple[Precision, ...] = self.wide[:1]
+
+    def begin(self, losses: Mapping[Precision, float]) -> None:
+        """Learn the losses at the wide widths before tuning."""
+        widest, narrowest = self.wide
+        if losses[narrowest] - losses[widest] >= WORTH_A_TURN:
+            self._turns = (widest, widest, narrowest)
 
     def choose(self) -> Precision:
-        return self._turns[sum(self.counts[width] for width in set(self._turns)) % len(self._turns)]
+        return self._turns[sum(self.counts[width] for width in set(self.wide)) % len(self._turns)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "turns": [str(width) for width in self._turns]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._turns = tuple(Precision(width) for width in state["turns"])
 
 
 def make_path(

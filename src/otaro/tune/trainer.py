@@ -41,6 +41,7 @@ from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import distilled_loss
+from otaro.tune.path import TieredPath
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import (
     Turn,
@@ -186,7 +187,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         # DDP waits for the gradients of all weights in every pass, but each pass has those of one tier only.
         copies = isinstance(model, DistributedDataParallel)
         if self.shares is None:
-            self.shares = self._measure_shares(model)
+            self.shares = self._measure(model, cast(TieredPath, self.path))
         with self.accelerator.no_sync(model) if copies else nullcontext():
             loss = super().training_step(model, inputs, num_items_in_batch)
             self._add_loss(self._layers[0].precision, loss)
@@ -197,8 +198,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             share_gradients(model, self.shares, self._refresh)
         return loss
 
-    def _measure_shares(self, model: nn.Module) -> dict[Precision, float]:
-        """Shares by how far gradients of the first update's batches agree, before anything has been learned."""
+    def _measure(self, model: nn.Module, path: TieredPath) -> dict[Precision, float]:
+        """Before anything is learned, on the first update's batches: losses for the path, agreement for the shares."""
         model.train()
         before = self._layers[0].precision
         batches, self._first = self._first, []
@@ -206,15 +207,26 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(True)  # off until the last of an update's batches
         cosines: dict[Precision, float] = {}
+        losses: dict[Precision, Tensor] = {}
         device = self.args.device
+        widest, narrowest = path.wide
         # The widest tier first: where a floor keeps the narrower one out, its passes add to the wider one's gradient.
-        for width in (max(self.path.widths), *reversed(self.tiers)):
+        for width in dict.fromkeys((narrowest, widest, *reversed(self.tiers))):
+            learned = width in (widest, *self.tiers)
             self.set_width(width)
             # Dropout leaves out the same at every width.
             with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
                 for batch in batches:
-                    with self.accelerator.no_sync(model) if copies else nullcontext():
-                        self._label_gradients(model, self._prepare_inputs(batch))
+                    inputs = self._prepare_inputs(batch)
+                    with self.accelerator.no_sync(model) if copies else nullcontext(), torch.set_grad_enabled(learned):
+                        labels = inputs.pop("labels")
+                        with self.compute_loss_context_manager():
+                            logits = model(**inputs, use_cache=False).logits
+                            loss, _ = distilled_loss(logits, logits.detach(), labels, 0.0)
+                        losses[width] = losses.get(width, 0.0) + loss.detach().float()
+                        if learned:
+                            # Of a sum over tokens, which half precision holds unscaled; cosines know no scale.
+                            loss.backward()
             if copies:
                 average_gradients(model)
             if width in self.tiers:
@@ -224,15 +236,13 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)
         self.set_width(before)
+        tokens = sum(
+            ((batch["labels"][:, 1:] != IGNORED).sum() for batch in batches), torch.zeros((), dtype=torch.int64)
+        )
+        totals = torch.stack([*losses.values(), tokens.to(device).float()])
+        *sums, count = self.accelerator.reduce(totals, "sum").tolist()
+        path.begin({width: total / max(count, 1.0) for width, total in zip(losses, sums, strict=True)})
         return gradient_shares(cosines)
-
-    def _label_gradients(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        labels = inputs.pop("labels")
-        with self.compute_loss_context_manager():
-            logits = model(**inputs, use_cache=False).logits
-            loss, _ = distilled_loss(logits, logits.detach(), labels, 0.0)
-        # A sum over tokens, which half precision can hold without being scaled; cosines know no scale.
-        loss.backward()
 
     def _train_tier(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """The tier whose turn it is goes through its part of a micro-batch and learns from the pass before."""
