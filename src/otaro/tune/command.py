@@ -298,6 +298,7 @@ def run(
                 "updates": trainer.state.global_step,
                 "kept_update": trainer.state.best_global_step if early_stopping else trainer.state.global_step,
                 "unsettled_groups": trainer.unsettled,
+                "gradient_shares": {str(width): share for width, share in (trainer.shares or {}).items()},
                 "tokens": blocks.tokens,
                 "perplexity_before": report.finite(before),
                 "perplexity_after": report.finite(after),
