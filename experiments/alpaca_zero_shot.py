@@ -35,6 +35,7 @@ from otaro.precision import Precision
 from otaro.tune.data import IGNORED
 
 NAMES = [str(precision) for precision in Precision]
+SETTINGS = ("steps", "batch", "length", "seed")
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
     blocks, targets = blocks[: -len(held)], targets[: -len(held)]
     prepared = list(batches(requests, 65536 if device.type == "cuda" else 2048))
     lab = Lab(arguments.model, device, compiled=device.type == "cuda")
-    settings = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "seed")}
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
     scores: dict[str, Any] = {"machine": json.dumps(common.machine()), "settings": json.dumps(settings)}
     rates: dict[str, float] = {}
     tried = arguments.learning_rates.split(",")
@@ -133,6 +134,7 @@ def report(arguments: argparse.Namespace) -> None:
     for file in arguments.scores:
         scores = np.load(file)
         about = {name: json.loads(str(scores[name])) for name in ("machine", "settings", "learning_rates")}
+        about["settings"] = {name: about["settings"][name] for name in SETTINGS}
         result["files"].append(about)
         for key in scores.files:
             if not key.endswith("|perplexity"):

@@ -99,8 +99,8 @@ def test_a_fixed_width_must_exist() -> None:
 @pytest.mark.parametrize(
     "widths, tiers, hurt, turns",
     [
-        (list(Precision), [M3, M4], 0.04, [M8, M8, M5]),
-        (list(Precision), [M3, M4], 0.02, [M8] * 3),
+        (list(Precision), [M3, M4], 0.05, [M8, M8, M5]),
+        (list(Precision), [M3, M4], 0.03, [M8] * 3),
         ([M3, M6, M4], [M3, M4], 0.0, [M6] * 3),
         ([M3], [], 0.0, [M3] * 3),
     ],

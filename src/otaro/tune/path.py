@@ -123,7 +123,7 @@ class FixedPath(Path):
         return self._width
 
 
-WORTH_A_TURN = 0.03
+WORTH_A_TURN = 0.04
 """How much worse than at the widest width a loss before tuning must be for a width to have turns of its own."""
 
 
