@@ -37,7 +37,7 @@ from otaro.tune.delay import DelayedOptimizer
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import add_tiers, share_gradients
 
-SHARES = {Precision.E5M4: 0.5, Precision.E5M3: 0.15}  # as measured on SmolLM2, nearly; they do not change the speed
+SHARES = {Precision.E5M4: 0.5, Precision.E5M3: 0.15}  # of SmolLM2's order; they do not change the speed
 
 
 def check_kernel() -> int:

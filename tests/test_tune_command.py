@@ -75,9 +75,9 @@ def test_the_closing_table_counts_what_tiers_learned(
         assert rows[width][3] == count
     last = json.loads((tmp_path / "tuned" / "tune.jsonl").read_text().splitlines()[-1])
     assert last["tiers"].keys() == {"E5M4"}
-    shares = json.loads((tmp_path / "tuned" / "tune.json").read_text())["gradient_shares"]
-    assert shares.keys() == {"E5M4", "E5M3"}
-    assert all(0 < share <= 2 for share in shares.values())
+    measured = json.loads((tmp_path / "tuned" / "tune.json").read_text())["measured_before"]
+    assert measured["agreement"].keys() == measured["shares"].keys() == {"E5M4", "E5M3"}
+    assert measured["losses"].keys() == {"E5M8", "E5M5", "E5M4", "E5M3"}
 
 
 def test_early_stopping(tiny_llama: Path, book: Path, tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ SHARDED = {
 }
 
 
+EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -71,6 +74,10 @@ def check_equal(folder: Path, whole: Path, weights: dict[str, torch.Tensor]) -> 
         (2, False, {"method": "tiers", "max_steps": 9}),
         (1, False, {"method": "tiers", "max_steps": 9, "gradient_accumulation_steps": 2}),
         (1, True, {"method": "tiers", "max_steps": 9, "gradient_accumulation_steps": 2, "architecture": "llama-tied"}),
+        (
+            *(1, True),
+            {"method": "tiers", "max_steps": 3, "gradient_accumulation_steps": 2, "accelerator_config": EACH_BATCH},
+        ),
     ],
 )
 def test_two_processes_equal_one_with_twice_the_batch(
@@ -82,6 +89,10 @@ def test_two_processes_equal_one_with_twice_the_batch(
     whole = trainer(tmp_path / "one", **{**options, "per_device_train_batch_size": 2 * batch})
     whole.train()
     check_equal(tmp_path / "two", tmp_path / "one", whole.model.state_dict())
+    if whole.measured is not None:
+        found = json.loads((tmp_path / "two" / "measured.json").read_text())
+        for name, expected in whole.measured.to_json().items():
+            assert found[name] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow

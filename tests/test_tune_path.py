@@ -101,6 +101,7 @@ def test_a_fixed_width_must_exist() -> None:
     [
         (list(Precision), [M3, M4], 0.05, [M8, M8, M5]),
         (list(Precision), [M3, M4], 0.03, [M8] * 3),
+        (list(Precision), [M4], 0.05, [M8, M8, M5]),  # E5M3 is not wide
         ([M3, M6, M4], [M3, M4], 0.0, [M6] * 3),
         ([M3], [], 0.0, [M3] * 3),
     ],
@@ -112,7 +113,8 @@ def test_tiers_take_turns_with_the_wide_widths(
     path = make_path("tiers", widths, tiers=tiers)
     assert isinstance(path, TieredPath)
     assert path.choose() == turns[0]
-    path.begin({turns[0]: 2.0, **({M5: 2.0 + hurt} if M5 in widths else {})})
+    losses = {turns[0]: 2.0, **({M5: 2.0 + hurt} if M5 in widths else {})}
+    path.begin(losses)
     seen = []
     for number in range(9):
         assert path.choose() == path.choose()
@@ -121,13 +123,15 @@ def test_tiers_take_turns_with_the_wide_widths(
         if tiers:
             path.record(tiers[number % len(tiers)], 2.0)
         restored = make_path("tiers", widths, tiers=tiers)
+        assert isinstance(restored, TieredPath)
         restored.load_state_dict(path.state_dict())
+        restored.begin(losses)
         assert restored.choose() == path.choose()
     assert seen == 3 * turns
 
 
 def test_tiers_leave_a_width_without_one() -> None:
-    with pytest.raises(OtaroError, match="have tiers"):
+    with pytest.raises(OtaroError, match="has a tier"):
         make_path("tiers", [M4, M3], tiers=[M3, M4])
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +22,12 @@ from otaro.precision import Precision
 from otaro.sefp import Format, Tiers
 from otaro.tune.data import IGNORED
 from otaro.tune.distillation import distilled_loss
-from otaro.tune.tiers import add_tiers, gradient_shares, settle, settle_model, share_gradients
+from otaro.tune.tiers import Measured, add_tiers, gradient_shares, settle, settle_model, share_gradients
 from otaro.tune.trainer import OtaroTrainer
 
 M8, M7, M6, M5, M4, M3 = Precision
 SHARES = {M4: 0.5, M3: 0.15}
+MEASURED = Measured({M4: 0.8, M3: 6 / 11}, {M8: 2.0, M5: 3.0})  # these shares, and turns for E5M5
 NESTED = [format for format in FORMATS if format.scheme == "nested"]
 
 
@@ -236,8 +240,7 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     turns = [(M4, everyone), (M3, everyone), (M4, everyone), (M3, most), (M4, most), (M4, most)]
     wide = [M8, M8, M5, M8, M8, M5]
     batches = [batch["input_ids"] for batch in run.get_train_dataloader()]
-    run.shares = SHARES
-    run.path.begin({M8: 2.0, M5: 3.0})  # type: ignore[attr-defined]
+    run.measured = MEASURED
     for wider, (width, rows), ids in zip(wide, turns, batches, strict=True):
         convert.set_precision(model, wider)
         outputs = model(input_ids=ids, labels=ids)
@@ -296,42 +299,95 @@ def test_a_tier_without_a_turn_takes_its_share() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama-tied", "mixtral", "gpt2"])
-def test_what_is_measured_before_tuning(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured on the first update's batches on labels, before anything has changed, and kept for the whole run."""
+def test_what_is_measured_before_tuning(architecture: str, tmp_path: Path) -> None:
+    """On the first update's batches and their labels, before anything has changed; and nothing of it is left."""
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    monkeypatch.setattr("otaro.tune.trainer.gradient_shares", dict)  # the cosines themselves
-    told: list[dict[Precision, float]] = []
-    monkeypatch.setattr("otaro.tune.path.TieredPath.begin", lambda path, losses: told.append(losses))
     run = trainer(tmp_path, method="tiers", max_steps=2, architecture=architecture, **sizes)
-    for module in run.model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    labels = Blocks().ids.clone()
+    for row, label in enumerate(labels):
+        label[: row + 1] = IGNORED
+    run.train_dataset = [{"input_ids": ids, "labels": label} for ids, label in zip(Blocks().ids, labels, strict=True)]
+    dropouts = [module for module in run.model.modules() if isinstance(module, nn.Dropout)]
+    for module in dropouts:
+        module.p = 0.0
     model = random_model(architecture).eval()
     convert.simulate(model, run.args.format, run.args.floor)
     batches = [batch for _, batch in zip(range(2), run.get_train_dataloader(), strict=False)]
-    ids = torch.cat([batch["input_ids"] for batch in batches])
+    ids, wanted = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
     gradients, losses = {}, {}
     for width in (M8, M5, M4, M3):
         convert.set_precision(model, width)
         model.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = nn.functional.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), wanted[:, 1:].flatten())
         loss.backward()
         losses[width] = float(loss)
         gradients[width] = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    measure = run._measure
+
+    def watched(*arguments: Any) -> Measured:
+        state = torch.get_rng_state()
+        found = measure(*arguments)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+        return found
+
+    run._measure = watched  # type: ignore[method-assign]
     run.train()
-    assert told == [pytest.approx(losses, abs=1e-5)]
+    assert run.measured is not None
+    assert run.measured.losses == pytest.approx(losses, abs=1e-5)
     assert losses[M5] != pytest.approx(losses[M8], abs=1e-5)
-    assert run.shares is not None
-    assert run.shares.keys() == {M4, M3}
-    for width, share in run.shares.items():
+    assert run.measured.agreement.keys() == run.measured.shares.keys() == {M4, M3}
+    for width, cosine in run.measured.agreement.items():
         tiers = {name.removesuffix(f"_{width}") for name in tier_names(architecture) if name.endswith(f"_{width}")}
         whole, own = (
             torch.cat([gradients[at][name].flatten() for name in sorted(tiers & gradients[M8].keys())])
             for at in (M8, width)
         )
-        cosine = float(torch.nn.functional.cosine_similarity(whole, own, dim=0))
-        assert share == pytest.approx(cosine, abs=1e-5)
+        assert cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(whole, own, dim=0)), abs=1e-5)
         assert cosine < 0.99
+
+
+def test_dropout_is_the_same_at_every_width_that_is_measured(tmp_path: Path) -> None:
+    run = trainer(tmp_path, method="tiers", max_steps=1, architecture="gpt2")
+    states: list[torch.Tensor] = []
+    hook = run.model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
+    measure = run._measure
+
+    def watched(*arguments: Any) -> Measured:
+        states.clear()
+        found = measure(*arguments)
+        hook.remove()
+        return found
+
+    run._measure = watched  # type: ignore[method-assign]
+    run.train()
+    assert len(states) == 4
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+def test_gradients_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path, method="tiers", max_steps=1)
+    run.model.lm_head.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(OtaroError, match="before tuning the loss or its gradient at E5M4 is not finite"):
+        run.train()
+
+
+def test_a_checkpoint_without_what_was_measured_is_refused(tmp_path: Path) -> None:
+    options = {"method": "tiers", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    run = trainer(tmp_path, **options)
+    run.train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    file = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    again = trainer(tmp_path / "again", **options)
+    again.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert run.measured is not None
+    assert again.measured is not None
+    assert again.measured.to_json() == run.measured.to_json()
+    del state["stateful_callbacks"]["PathCallback"]["attributes"]["measured"]
+    file.write_text(json.dumps(state))
+    with pytest.raises(OtaroError, match="earlier version"):
+        trainer(tmp_path / "again", **options).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
 
 
 def tier_names(architecture: str) -> list[str]:
@@ -365,7 +421,7 @@ class Passes:
         run.model.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, model: nn.Module, arguments: object, inputs: dict[str, torch.Tensor]) -> None:
-        if self._run.tiers and self._run.shares is None:
+        if self._run.tiers and self._run.measured is None:
             return
         rows = [int((Blocks().ids == ids).all(-1).nonzero()) for ids in inputs["input_ids"]]
         self.seen.append((self._run._layers[0].precision, rows))
@@ -398,7 +454,7 @@ def test_sequences_without_a_label_do_not_count(tmp_path: Path) -> None:
     """Tokens are counted over an update, not averaged over its batches."""
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     run = trainer(tmp_path, method="tiers", max_steps=1, distillation=1.0, **sizes)
-    run.shares = SHARES
+    run.measured = MEASURED
     labels = Blocks().ids.clone()
     labels[:6, :-2] = -100
     run.train_dataset = [{"input_ids": ids, "labels": label} for ids, label in zip(Blocks().ids, labels, strict=True)]

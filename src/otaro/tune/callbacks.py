@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.tune.config import RESUMED
+from otaro.tune.tiers import Measured
 
 if TYPE_CHECKING:
     from otaro.tune.trainer import OtaroTrainer
@@ -46,9 +47,10 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._stop = False
 
     def state(self) -> dict[str, Any]:
-        attributes = {"path": self.trainer.path.state_dict(), "settings": settings(self.trainer)}
-        if self.trainer.shares is not None:
-            attributes["shares"] = {str(width): share for width, share in self.trainer.shares.items()}
+        attributes: dict[str, Any] = {"path": self.trainer.path.state_dict(), "settings": settings(self.trainer)}
+        if self.trainer.tiers:
+            measured = self.trainer.measured
+            attributes["measured"] = None if measured is None else measured.to_json()
         return {"args": {}, "attributes": attributes}
 
     def on_train_begin(
@@ -56,8 +58,11 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     ) -> None:
         saved = state.stateful_callbacks[type(self).__name__]["attributes"]
         self.trainer.path.load_state_dict(saved["path"])
-        if "shares" in saved:
-            self.trainer.shares = {Precision(width): share for width, share in saved["shares"].items()}
+        if self.trainer.tiers:
+            if "measured" not in saved:
+                raise OtaroError("the checkpoint is from an earlier version of the method tiers: start a new run")
+            if saved["measured"] is not None:
+                self.trainer.set_measured(Measured.from_json(saved["measured"]))
         if state.is_world_process_zero:
             cut_log(FilePath(args.output_dir) / LOG_NAME, state.global_step)
 

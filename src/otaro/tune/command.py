@@ -87,7 +87,7 @@ def tune(
     ] = None,
     ultra_low: Annotated[str, typer.Option(help="The widths whose gradients are held back.")] = "E5M4,E5M3",
     distillation: Annotated[
-        float, typer.Option(min=0, max=1, help="How much a tier learns from the widest width, not from the data.")
+        float, typer.Option(min=0, max=1, help="How much a tier learns from a wide width, not from the data.")
     ] = 0.75,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
@@ -298,7 +298,7 @@ def run(
                 "updates": trainer.state.global_step,
                 "kept_update": trainer.state.best_global_step if early_stopping else trainer.state.global_step,
                 "unsettled_groups": trainer.unsettled,
-                "gradient_shares": {str(width): share for width, share in (trainer.shares or {}).items()},
+                "measured_before": None if trainer.measured is None else trainer.measured.to_json(),
                 "tokens": blocks.tokens,
                 "perplexity_before": report.finite(before),
                 "perplexity_after": report.finite(after),

@@ -43,7 +43,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     tiers: str = field(default="E5M4,E5M3", metadata={"help": "The widths with weights of their own (tiers only)."})
     distillation: float = field(
         default=0.75,
-        metadata={"help": "How much of a tier's loss is the divergence from the widest width (tiers only)."},
+        metadata={"help": "How much of a tier's loss is the divergence from a wide width (tiers only)."},
     )
     scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
     group_size: int = field(default=64, metadata={"help": "Weights that share an exponent."})

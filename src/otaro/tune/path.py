@@ -128,35 +128,29 @@ WORTH_A_TURN = 0.04
 
 
 class TieredPath(Path):
-    """The widest width; every third time the narrowest of those without a tier, if rounding to it hurts the model.
+    """The widest width; every third time the narrowest that is wider than all tiers, if rounding to it hurts the model.
 
-    Whether it does, the losses before tuning tell (`begin`); docs/results.md has the trials. The trainer then goes
-    through the tiers by itself (see `otaro.tune.tiers`).
+    Whether it does, the losses before tuning tell (`begin`, to be told again after a resume); docs/results.md has the
+    trials. The trainer then goes through the tiers by itself (see `otaro.tune.tiers`).
     """
 
     def __init__(self, widths: Iterable[Precision], tiers: Iterable[Precision]) -> None:
         super().__init__(widths)
-        wide = [width for width in self.widths if width not in set(tiers)]
+        widest_tier = max(tiers, default=None)
+        wide = [width for width in self.widths if widest_tier is None or width > widest_tier]
         if not wide:
-            raise OtaroError(f"all of {join(self.widths)} have tiers: leave the widest one without")
+            raise OtaroError(f"the widest of {join(self.widths)} has a tier: leave it without")
         self.wide = (wide[0], wide[-1])
         self._turns: tuple[Precision, ...] = self.wide[:1]
 
     def begin(self, losses: Mapping[Precision, float]) -> None:
         """Learn the losses at the wide widths before tuning."""
         widest, narrowest = self.wide
-        if losses[narrowest] - losses[widest] >= WORTH_A_TURN:
-            self._turns = (widest, widest, narrowest)
+        hurt = losses[narrowest] - losses[widest] >= WORTH_A_TURN
+        self._turns = (widest, widest, narrowest) if hurt else (widest,)
 
     def choose(self) -> Precision:
         return self._turns[sum(self.counts[width] for width in set(self.wide)) % len(self._turns)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "turns": [str(width) for width in self._turns]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._turns = tuple(Precision(width) for width in state["turns"])
 
 
 def make_path(

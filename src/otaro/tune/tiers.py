@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -172,13 +173,15 @@ def agreement(model: nn.Module, total: Callable[[Tensor], Tensor] = lambda sums:
     sums = torch.zeros(len(widths), 3, device=next(iter(listed.values()))[0].device)
     for weight, tiers in listed.values():
         for width, tier in tiers:
-            if weight.grad is not None and tier.grad is not None:
-                given, own = (own_rows(tensor.grad, turned=False).float() for tensor in (weight, tier))
-                sums[widths.index(width)] += torch.stack(
-                    [(own * given).sum(), own.square().sum(), given.square().sum()]
-                )
+            # An expert that no token went through has no gradient, or zeros under DDP: the same.
+            given, own = (
+                torch.zeros((), device=tensor.device) if tensor.grad is None else own_rows(tensor.grad, False).float()
+                for tensor in (weight, tier)
+            )
+            products = torch.stack([(own * given).sum(), own.square().sum(), given.square().sum()])
+            sums[widths.index(width)] += products.to(sums.device)
     found = zip(widths, total(sums).tolist(), strict=True)
-    return {width: product / math.sqrt(own * given) for width, (product, own, given) in found if own * given > 0}
+    return {width: product / math.sqrt(own * given) for width, (product, own, given) in found if own * given != 0}
 
 
 def gradient_shares(cosines: Mapping[Precision, float]) -> dict[Precision, float]:
@@ -191,6 +194,27 @@ def gradient_shares(cosines: Mapping[Precision, float]) -> dict[Precision, float
         width: MOST_SHARED if cosine >= 1 else min(MOST_SHARED, max(0.0, cosine) / (1 - cosine) / SHARE_DIVISOR)
         for width, cosine in cosines.items()
     }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured before the first update, on its batches: the tiers' agreement, and losses by width."""
+
+    agreement: Mapping[Precision, float]
+    losses: Mapping[Precision, float]
+
+    @cached_property
+    def shares(self) -> dict[Precision, float]:
+        return gradient_shares(self.agreement)
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        both = {"agreement": self.agreement, "losses": self.losses, "shares": self.shares}
+        return {name: {str(width): value for width, value in of.items()} for name, of in both.items()}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Mapping[str, float]]) -> Measured:
+        read = ({Precision(width): value for width, value in saved[name].items()} for name in ("agreement", "losses"))
+        return cls(*read)
 
 
 @torch.no_grad()

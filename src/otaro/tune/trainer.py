@@ -13,6 +13,7 @@ chooses the same width without being told.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -44,17 +45,18 @@ from otaro.tune.distillation import distilled_loss
 from otaro.tune.path import TieredPath
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import (
+    Measured,
     Turn,
     add_tiers,
     agreement,
     average_gradients,
-    gradient_shares,
     has_tiers,
     set_narrowest_rate,
     settle_model,
     share_gradients,
 )
 
+MEASURING_SCALE = 1024.0
 # How torch's allocators say that memory ran out where they raise no error class of their own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -88,10 +90,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self._update_losses: dict[Precision | None, Tensor] = {}
         self._predictions: Tensor | None = None
         self._turn: Turn | None = None
-        self.shares: dict[Precision, float] | None = None
-        """What each tier takes of the wide widths' gradient, once it is measured."""
+        self.measured: Measured | None = None
+        """What the method tiers has measured before its first update."""
         self._first: list[dict[str, Any]] = []
         self._batches_done = 0
+        self._progress = progress
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
             convert.simulate(model, args.format, args.floor)
         self._layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
@@ -175,7 +178,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             self._turn = Turn(self.tiers, number, updates, self._train_batch_size, self.accelerator)
             self._turn.count(batches)
             self._batches_done = 0
-            self._first = batches if self.shares is None else []
+            self._first = batches if self.measured is None else []
         return batches, items
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -186,8 +189,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             return loss
         # DDP waits for the gradients of all weights in every pass, but each pass has those of one tier only.
         copies = isinstance(model, DistributedDataParallel)
-        if self.shares is None:
-            self.shares = self._measure(model, cast(TieredPath, self.path))
+        if self.measured is None:
+            self.set_measured(self._measure(model, cast(TieredPath, self.path).wide))
+        assert self.measured is not None
         with self.accelerator.no_sync(model) if copies else nullcontext():
             loss = super().training_step(model, inputs, num_items_in_batch)
             self._add_loss(self._layers[0].precision, loss)
@@ -195,21 +199,30 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self.accelerator.sync_gradients:
             if copies:
                 average_gradients(model)
-            share_gradients(model, self.shares, self._refresh)
+            share_gradients(model, self.measured.shares, self._refresh)
         return loss
 
-    def _measure(self, model: nn.Module, path: TieredPath) -> dict[Precision, float]:
-        """Before anything is learned, on the first update's batches: losses for the path, agreement for the shares."""
+    def set_measured(self, measured: Measured) -> None:
+        """Go by what was measured before the first update, now or before a resume."""
+        self.measured = measured
+        cast(TieredPath, self.path).begin(measured.losses)
+
+    def _measure(self, model: nn.Module, wide: tuple[Precision, Precision]) -> Measured:
+        """Losses and the tiers' agreement on the first update's batches, before anything is learned from them."""
+        batches, self._first = self._first, []
+        device = self.args.device
+        tokens = [(batch["labels"][:, 1:] != IGNORED).sum().to(device) for batch in batches]
+        count = max(1, int(self.accelerator.reduce(torch.stack(tokens).sum(), "sum")))
+        if self._progress is not None:
+            self._progress("measuring how far the widths agree", self.state.global_step, self.state.max_steps)
         model.train()
         before = self._layers[0].precision
-        batches, self._first = self._first, []
         copies = isinstance(model, DistributedDataParallel)
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(True)  # off until the last of an update's batches
+            model.set_requires_gradient_sync(True)
         cosines: dict[Precision, float] = {}
         losses: dict[Precision, Tensor] = {}
-        device = self.args.device
-        widest, narrowest = path.wide
+        widest, narrowest = wide
         # The widest tier first: where a floor keeps the narrower one out, its passes add to the wider one's gradient.
         for width in dict.fromkeys((narrowest, widest, *reversed(self.tiers))):
             learned = width in (widest, *self.tiers)
@@ -225,24 +238,24 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                             loss, _ = distilled_loss(logits, logits.detach(), labels, 0.0)
                         losses[width] = losses.get(width, 0.0) + loss.detach().float()
                         if learned:
-                            # Of a sum over tokens, which half precision holds unscaled; cosines know no scale.
-                            loss.backward()
-            if copies:
+                            # Cosines know no scale; half precision would lose a mean's gradients.
+                            (loss * (MEASURING_SCALE / count)).backward()
+            if copies and learned:
                 average_gradients(model)
             if width in self.tiers:
-                found = agreement(model, partial(self.accelerator.reduce, reduction="sum"))
-                cosines = {**found, **cosines}
+                cosines = {**agreement(model, partial(self.accelerator.reduce, reduction="sum")), **cosines}
         model.zero_grad()
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(self.accelerator.sync_gradients)
+            # As the Trainer has it for this batch: in an update of several it is off before the last one.
+            each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+            model.set_requires_gradient_sync(self.accelerator.sync_gradients or each)
         self.set_width(before)
-        tokens = sum(
-            ((batch["labels"][:, 1:] != IGNORED).sum() for batch in batches), torch.zeros((), dtype=torch.int64)
-        )
-        totals = torch.stack([*losses.values(), tokens.to(device).float()])
-        *sums, count = self.accelerator.reduce(totals, "sum").tolist()
-        path.begin({width: total / max(count, 1.0) for width, total in zip(losses, sums, strict=True)})
-        return gradient_shares(cosines)
+        sums = self.accelerator.reduce(torch.stack([*losses.values()]), "sum").tolist()
+        measured = Measured(cosines, {width: total / count for width, total in zip(losses, sums, strict=True)})
+        for width, value in [*measured.losses.items(), *measured.agreement.items()]:
+            if not math.isfinite(value):
+                raise OtaroError(f"before tuning the loss or its gradient at {width} is not finite: look at the model")
+        return measured
 
     def _train_tier(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """The tier whose turn it is goes through its part of a micro-batch and learns from the pass before."""
