@@ -35,7 +35,7 @@ from otaro.precision import Precision
 from otaro.tune.data import IGNORED
 
 NAMES = [str(precision) for precision in Precision]
-SETTINGS = ("steps", "batch", "length", "seed")
+SETTINGS = ("steps", "batch", "length", "seed", "learning_rate")
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
     blocks, targets = blocks[: -len(held)], targets[: -len(held)]
     prepared = list(batches(requests, 65536 if device.type == "cuda" else 2048))
     lab = Lab(arguments.model, device, compiled=device.type == "cuda")
-    settings = {name: getattr(arguments, name) for name in SETTINGS}
-    scores: dict[str, Any] = {"machine": json.dumps(common.machine()), "settings": json.dumps(settings)}
+    settings = {name: getattr(arguments, name) for name in SETTINGS if hasattr(arguments, name)}
+    scores: dict[str, Any] = {"machine": json.dumps(common.machine())}
     rates: dict[str, float] = {}
     tried = arguments.learning_rates.split(",")
     for rate in tried if len(tried) > 1 else ():
@@ -92,7 +92,9 @@ def run(arguments: argparse.Namespace) -> None:
         rates[rate] = found["full"]
         print(f"fp16 at {rate}: perplexity of held-back answers {rates[rate]:.3f}", flush=True)
     scores["learning_rates"] = json.dumps(rates)
-    for name, (idea, widths) in ideas(float(min(tried, key=lambda rate: rates.get(rate, 0.0)))).items():
+    settings["learning_rate"] = float(min(tried, key=lambda rate: rates.get(rate, 0.0)))
+    scores["settings"] = json.dumps(settings)
+    for name, (idea, widths) in ideas(settings["learning_rate"]).items():
         if arguments.only and name not in arguments.only.split(","):
             continue
         if idea is None:
@@ -134,7 +136,7 @@ def report(arguments: argparse.Namespace) -> None:
     for file in arguments.scores:
         scores = np.load(file)
         about = {name: json.loads(str(scores[name])) for name in ("machine", "settings", "learning_rates")}
-        about["settings"] = {name: about["settings"][name] for name in SETTINGS}
+        about["settings"] = {name: about["settings"][name] for name in SETTINGS if name in about["settings"]}
         result["files"].append(about)
         for key in scores.files:
             if not key.endswith("|perplexity"):
@@ -195,8 +197,9 @@ def show(result: dict[str, Any]) -> None:
         print(f"\n| {title} | {' | '.join(NAMES)} |")
         print("|---" * (len(NAMES) + 1) + "|")
         for name in ("before tuning", "fp16", "fixed", "tiers"):
-            row = result["runs"].get(name, {})
-            cells = [cell(row[width]) if needed in row.get(width, [{}])[0] else "" for width in NAMES]
+            every = result["runs"].get(name, {})
+            row = {width: [figures for figures in every.get(width, []) if needed in figures] for width in NAMES}
+            cells = [cell(row[width]) if row[width] else "" for width in NAMES]
             seeds = max((len(found) for found in row.values()), default=0)
             print(f"| {name}{f', mean of {seeds}' if seeds > 1 else ''} | {' | '.join(cells)} |")
         if needed == "average":
@@ -214,8 +217,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for name in ("before tuning", "fp16", "fixed", "tiers"):
-        row = result["runs"].get(name, {})
-        widths = [width for width in NAMES if "average" in row.get(width, [{}])[0]]
+        every = result["runs"].get(name, {})
+        row = {width: [figures for figures in every.get(width, []) if "average" in figures] for width in NAMES}
+        widths = [width for width in NAMES if row[width]]
         means = [100 * mean(row[width], "average", "acc") for width in widths]
         axes.plot(widths, means, marker="o", label=name)
     axes.set_xlabel("precision")

@@ -335,9 +335,9 @@ def ideas(only: str) -> dict[str, Idea]:
             ),
         },
         "13": {
-            "shares by agreement": chosen(high=(M8,)),
-            "shares by agreement, E5M8 twice, E5M5": chosen(),
-            "shares 2 and 1": chosen(high=(M8,), shares=((M4, 2.0), (M3, 1.0))),
+            "chosen, shares by agreement": chosen(high=(M8,)),
+            "chosen, shares by agreement, E5M8 twice, E5M5": chosen(),
+            "chosen, shares 2 and 1": chosen(high=(M8,), shares=((M4, 2.0), (M3, 1.0))),
         },
         "14": {
             "E5M8 twice, E5M5, then on 10": chosen(blocks=10),
