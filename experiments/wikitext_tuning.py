@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     window = arguments.window
     if arguments.quick:
         arguments.steps, arguments.batch, arguments.length, window = 4, 2, 128, 256
-        test = test[: 4 * window]
+        test = test[: 2 * window]
     blocks = train[: len(train) // arguments.length * arguments.length].view(-1, arguments.length)
     settings = {
         name: getattr(arguments, name)
