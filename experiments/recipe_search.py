@@ -388,7 +388,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
     parser.add_argument("--train", required=True, help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
     parser.add_argument("--valid", required=True, help="WikiText-2's wiki.valid.tokens, or its token ids as .npy")
-    parser.add_argument("--round", default="1", help="which round of ideas")
+    parser.add_argument("--round", default="14", help="which round of ideas; the last if left out")
     parser.add_argument("--only", help="rows whose name holds this text")
     parser.add_argument("--share", default="1/1", help="2/3: the second of three processes that share the rows")
     parser.add_argument("--steps", type=int, default=400)
