@@ -103,7 +103,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = common.load_model(arguments.model, device)
     tokens = torch.from_numpy(common.tokens_of(Path(arguments.text), arguments.model)).long().to(device)
+    widths = list(Precision)
     if arguments.quick:
+        arguments.window, widths = 256, [Precision.E5M8, Precision.E5M4, Precision.E5M3]
         tokens = tokens[: 2 * arguments.window]
     linear, embedding = targets(model)
     original = {name: weight.detach().clone() for name, weight in (linear | embedding).items()}
@@ -124,7 +126,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for row in rows():
         started = time.perf_counter()
         measured = {}
-        for precision in Precision:
+        for precision in widths:
             with torch.no_grad():
                 for name, weight in linear.items():
                     weight.copy_(row.quantizer(original[name], precision))
@@ -167,8 +169,8 @@ def clipped_weights(weights: dict[str, Tensor]) -> dict[str, float]:
 
 
 def show(result: dict[str, Any]) -> None:
-    names = [str(precision) for precision in Precision]
     for table, lines in result["tables"].items():
+        names = list(next(iter(lines.values())))
         print(f"\n| {table} | {' | '.join(name[2:] for name in names)} |")
         print("|---" * (len(names) + 1) + "|")
         for name, measured in lines.items():
@@ -182,7 +184,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8, help="windows at a time")
     parser.add_argument("--json", help="write the results there, after every row")
-    parser.add_argument("--quick", action="store_true", help="two windows only")
+    parser.add_argument("--quick", action="store_true", help="two small windows and three widths only, for a look")
     parser.add_argument("--show", help="print the tables of an earlier run and stop")
     arguments = parser.parse_args()
     if arguments.show:
