@@ -188,6 +188,12 @@ def mean(rows: list[dict[str, Any]], *names: str) -> float:
     return float(np.mean(found))
 
 
+def having(needed: str, row: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Of the seeds at each width those with a figure, which one that was measured in perplexity only has not."""
+    found = {width: [figures for figures in seeds if needed in figures] for width, seeds in row.items()}
+    return {width: seeds for width, seeds in found.items() if seeds}
+
+
 def show(result: dict[str, Any]) -> None:
     tables: list[tuple[str, str, Callable[[list[dict[str, Any]]], str]]] = [
         ("average accuracy, %", "average", lambda rows: f"{100 * mean(rows, 'average', 'acc'):.2f}"),
@@ -197,9 +203,8 @@ def show(result: dict[str, Any]) -> None:
         print(f"\n| {title} | {' | '.join(NAMES)} |")
         print("|---" * (len(NAMES) + 1) + "|")
         for name in ("before tuning", "fp16", "fixed", "tiers"):
-            every = result["runs"].get(name, {})
-            row = {width: [figures for figures in every.get(width, []) if needed in figures] for width in NAMES}
-            cells = [cell(row[width]) if row[width] else "" for width in NAMES]
+            row = having(needed, result["runs"].get(name, {}))
+            cells = [cell(row[width]) if width in row else "" for width in NAMES]
             seeds = max((len(found) for found in row.values()), default=0)
             print(f"| {name}{f', mean of {seeds}' if seeds > 1 else ''} | {' | '.join(cells)} |")
         if needed == "average":
@@ -217,11 +222,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for name in ("before tuning", "fp16", "fixed", "tiers"):
-        every = result["runs"].get(name, {})
-        row = {width: [figures for figures in every.get(width, []) if "average" in figures] for width in NAMES}
-        widths = [width for width in NAMES if row[width]]
-        means = [100 * mean(row[width], "average", "acc") for width in widths]
-        axes.plot(widths, means, marker="o", label=name)
+        row = having("average", result["runs"].get(name, {}))
+        means = {width: 100 * mean(row[width], "average", "acc") for width in NAMES if width in row}
+        axes.plot(list(means), list(means.values()), marker="o", label=name)
     axes.set_xlabel("precision")
     axes.set_ylabel("average accuracy on eight tasks, %")
     axes.legend()

@@ -28,9 +28,9 @@ from otaro.sefp import Format
 from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import loss_and_gradient
-from otaro.tune.path import WORTH_A_TURN
+from otaro.tune.path import is_hurt
 from otaro.tune.refresh import Refresher
-from otaro.tune.tiers import add_tiers, agreement, gradient_shares, settle_model, share_gradients
+from otaro.tune.tiers import Measured, add_tiers, agreement, settle_model, share_gradients
 
 PLAIN = Format(polarity=False, exponent_by_error=None)
 
@@ -315,10 +315,8 @@ class Lab:
             both = sorted(own[source].keys() & gradients[target].keys())
             torch._foreach_add_([gradients[target][n] for n in both], [own[source][n] for n in both], alpha=share)
 
-    def measure(
-        self, ids: Tensor, targets: Tensor, format: Format
-    ) -> tuple[dict[Precision, float], dict[Precision, float]]:
-        """Before tuning, as `OtaroTrainer` does: how far tiers agree with the weights, and losses at wide widths."""
+    def measure(self, ids: Tensor, targets: Tensor, format: Format) -> Measured:
+        """What `OtaroTrainer` measures before its first update, here on one batch."""
         cosines: dict[Precision, float] = {}
         losses: dict[Precision, float] = {}
         for width in (Precision.E5M5, Precision.E5M8, *reversed(self.widths_of_tiers)):
@@ -328,7 +326,7 @@ class Lab:
                 self.model.zero_grad(set_to_none=False)
             cosines = {**agreement(self.model), **cosines}
         self.model.zero_grad(set_to_none=False)
-        return cosines, losses
+        return Measured(cosines, losses)
 
     @torch.no_grad()
     def reuse(self, passed: set[Any], kept: dict[Precision, list[Tensor]]) -> None:
@@ -431,15 +429,12 @@ class Lab:
         optimizer = inner if idea.delay is None else DelayedOptimizer(inner, ultra_low, idea.delay, idea.delay_apply)
         shares = dict(idea.shares)
         started = settled = time.perf_counter()
-        cosines: dict[Precision, float] = {}
-        before_tuning: dict[Precision, float] = {}
-        hurt = False
+        before_tuning: Measured | None = None
         if idea.by_agreement:
             chosen = order[:batch]
             aims = blocks[chosen] if targets is None else targets[chosen]
-            cosines, before_tuning = self.measure(blocks[chosen], aims, idea.format)
-            shares = gradient_shares(cosines)
-            hurt = before_tuning[Precision.E5M5] - before_tuning[Precision.E5M8] >= WORTH_A_TURN
+            before_tuning = self.measure(blocks[chosen], aims, idea.format)
+            shares = before_tuning.shares
         averaged: list[Tensor] | None = None
         own_gradients: dict[Precision, list[Tensor]] = {}
         count = 0
@@ -461,7 +456,7 @@ class Lab:
             ids = blocks[chosen]
             aims = ids if targets is None else targets[chosen]
             plan = idea.plan(number, steps, losses)
-            if idea.by_agreement and not hurt:
+            if before_tuning and not is_hurt(before_tuning.losses, Precision.E5M8, Precision.E5M5):
                 plan = [replace(step, width=Precision.E5M8) if step.width == Precision.E5M5 else step for step in plan]
             for step in plan:
                 widths[str(step.width)] = widths.get(str(step.width), 0) + 1
@@ -506,9 +501,8 @@ class Lab:
             "step_seconds": (ended - settled - (self.preparing - prepared)) / (steps - first),
             "passes": widths,
         }
-        if cosines:
-            result["agreement"] = {str(width): cosine for width, cosine in cosines.items()}
-            result["losses_before"] = {str(width): loss for width, loss in before_tuning.items()}
+        if before_tuning:
+            result["measured_before"] = before_tuning.to_json()
         if idea.tiers:
             self.use(None, self.trained, idea.format)
             result["unsettled_groups"] = settle_model(self.model)

@@ -152,7 +152,7 @@ def show(result: dict[str, Any]) -> None:
 def plot(result: dict[str, Any], path: Path) -> None:
     rows = {name: row["perplexity"] for name, row in result["runs"].items() if name != "before tuning"}
     lines = {name: {width: (row[width], 0.0) for width in NAMES[:-1]} for name, row in rows.items()}
-    draw(path, f"{result['model']} made a mixture of experts, valid", lines)
+    draw(path, f"{result['model']} made a mixture of experts", lines)
 
 
 def main() -> None:

@@ -127,6 +127,11 @@ WORTH_A_TURN = 0.04
 """How much worse than at the widest width a loss before tuning must be for a width to have turns of its own."""
 
 
+def is_hurt(losses: Mapping[Precision, float], widest: Precision, width: Precision) -> bool:
+    """Whether a model loses enough by rounding to a width, before tuning, for turns at it to pay."""
+    return losses[width] - losses[widest] >= WORTH_A_TURN
+
+
 class TieredPath(Path):
     """The widest width; every third time the narrowest that is wider than all tiers, if rounding to it hurts the model.
 
@@ -146,8 +151,7 @@ class TieredPath(Path):
     def begin(self, losses: Mapping[Precision, float]) -> None:
         """Learn the losses at the wide widths before tuning."""
         widest, narrowest = self.wide
-        hurt = losses[narrowest] - losses[widest] >= WORTH_A_TURN
-        self._turns = (widest, widest, narrowest) if hurt else (widest,)
+        self._turns = (widest, widest, narrowest) if is_hurt(losses, widest, narrowest) else (widest,)
 
     def choose(self) -> Precision:
         return self._turns[sum(self.counts[width] for width in set(self.wide)) % len(self._turns)]

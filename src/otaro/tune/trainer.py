@@ -57,6 +57,7 @@ from otaro.tune.tiers import (
 )
 
 MEASURING_SCALE = 1024.0
+"""Of the loss whose gradients are compared before tuning: those of a mean over tokens would vanish in float16."""
 # How torch's allocators say that memory ran out where they raise no error class of their own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -238,7 +239,6 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                             loss, _ = distilled_loss(logits, logits.detach(), labels, 0.0)
                         losses[width] = losses.get(width, 0.0) + loss.detach().float()
                         if learned:
-                            # Cosines know no scale; half precision would lose a mean's gradients.
                             (loss * (MEASURING_SCALE / count)).backward()
             if copies and learned:
                 average_gradients(model)
