@@ -47,6 +47,8 @@ class Pass:
     weight: float = 1.0
     labels: float = 1.0
     teacher: float = 0.0
+    everywhere: str = ""
+    """The divergence is over all positions, not only those with labels: "mean" over them, or "sum" over as many."""
     part: slice = field(default_factory=lambda: slice(None))
 
 
@@ -206,9 +208,14 @@ class Lab:
             logits = self.model.lm_head(self.hidden(ids)).flatten(0, 1)
         wanted = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
         given = None if teacher is None else teacher.flatten(0, 1)
-        count = (wanted != IGNORED).sum()
+        counted = (wanted != IGNORED) / (wanted != IGNORED).sum()
+        followed = counted
+        if step.everywhere == "mean":
+            followed = torch.full_like(counted, 1 / len(counted))
+        elif step.everywhere == "sum":
+            followed = torch.ones_like(counted) / (wanted != IGNORED).sum()
         labels, taught = step.weight * step.labels, step.weight * step.teacher
-        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count)
+        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, counted, followed)
         logits.backward(gradient)
         return cross_entropy, logits.detach().view(*ids.shape, -1)
 

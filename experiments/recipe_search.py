@@ -172,10 +172,14 @@ def released(plan: Any, **options: Any) -> Idea:
 
 
 def chosen(
-    learning_rate: float = 3e-4, high: Sequence[Precision] = (M8, M8, M5), blocks: int = 12, **options: Any
+    learning_rate: float = 3e-4,
+    high: Sequence[Precision] = (M8, M8, M5),
+    early: Sequence[Precision] | None = None,
+    blocks: int = 12,
+    **options: Any,
 ) -> Idea:
     """What came out of the rounds: `--recipe default`, in batches of 16."""
-    first, then = turns(high, teacher=0.75), turns(high, (M4, M4, M4, M3), teacher=0.75, blocks=blocks)
+    first, then = turns(early or high, teacher=0.75), turns(high, (M4, M4, M4, M3), teacher=0.75, blocks=blocks)
     options = {"by_agreement": "shares" not in options, **options}
     return tiers(fading(0.5, first, then), learning_rate, tier_rates=((M3, 1.4),), **options)
 
@@ -343,6 +347,11 @@ def ideas(only: str) -> dict[str, Idea]:
             "E5M8 twice, E5M5, then on 10": chosen(blocks=10),
             "E5M8, E5M6, E5M5, then on 10": chosen(high=(M8, M6, M5), blocks=10),
         },
+        "15": {
+            "chosen": chosen(),
+            "E5M5 in the second half": chosen(early=(M8,)),
+            "E5M5 every other time in the second half": chosen(early=(M8,), high=(M8, M5)),
+        },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {
             "later 0.4, 10 and 10": released(after(0.4, shares(16, 10, 10, teacher=0.75))),
@@ -388,7 +397,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
     parser.add_argument("--train", required=True, help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
     parser.add_argument("--valid", required=True, help="WikiText-2's wiki.valid.tokens, or its token ids as .npy")
-    parser.add_argument("--round", default="14", help="which round of ideas; the last if left out")
+    parser.add_argument("--round", default="15", help="which round of ideas; the last if left out")
     parser.add_argument("--only", help="rows whose name holds this text")
     parser.add_argument("--share", default="1/1", help="2/3: the second of three processes that share the rows")
     parser.add_argument("--steps", type=int, default=400)

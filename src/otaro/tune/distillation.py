@@ -23,27 +23,35 @@ ROWS = 256
 
 
 def loss_and_gradient(
-    logits: Tensor, targets: Tensor, teacher: Tensor | None, labels: float, taught: float, count: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    teacher: Tensor | None,
+    labels: float,
+    taught: float,
+    counted: Tensor,
+    followed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, cross entropy and gradient: sums over the tokens whose target is not IGNORED, divided by `count`.
+    """Loss, cross entropy and gradient: sums over the tokens, weighted by `counted` and for the teacher by `followed`.
 
-    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is a number.
+    `logits` and `teacher` are [tokens, vocabulary], the others [tokens]; where a target is IGNORED `counted` is 0.
     """
     values = logits.float()
-    counted = (targets != IGNORED)[:, None] / count
     wanted = targets.clamp(min=0)[:, None]
     log_total = values.logsumexp(-1, keepdim=True)
-    cross_entropy = ((log_total - values.gather(1, wanted)) * counted).sum()
-    gradient = (values - log_total).exp_().mul_(labels + taught)
+    cross_entropy = ((log_total - values.gather(1, wanted)) * counted[:, None]).sum()
     loss = labels * cross_entropy
-    if teacher is not None and taught:
+    counted, followed = labels * counted[:, None], taught * followed[:, None]
+    gradient = (values - log_total).exp_()
+    if teacher is None:
+        gradient.mul_(counted)
+    else:
         log_teacher = teacher.float().log_softmax(-1)
         share = log_teacher.exp()
-        gradient.sub_(share, alpha=taught)
         divergence = log_teacher.sub_(values).mul_(share).sum(-1, keepdim=True) + log_total
-        loss = loss + taught * (divergence * counted).sum()
-    gradient.scatter_add_(1, wanted, torch.full_like(wanted, -labels, dtype=gradient.dtype))
-    return loss, cross_entropy, gradient.mul_(counted).to(logits.dtype)
+        loss = loss + (divergence * followed).sum()
+        gradient.mul_(counted + followed).sub_(share.mul_(followed))
+    gradient.scatter_add_(1, wanted, -counted)
+    return loss, cross_entropy, gradient.to(logits.dtype)
 
 
 class _Distilled(torch.autograd.Function):
@@ -51,13 +59,17 @@ class _Distilled(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, teacher: Tensor, distillation: float
     ) -> tuple[Tensor, Tensor]:
-        one = torch.ones((), device=logits.device)
+        counted = (targets != IGNORED).float()
         gradient = torch.empty_like(logits)
         loss = cross_entropy = torch.zeros((), device=logits.device)
         for start in range(0, len(logits), ROWS):
             rows = slice(start, start + ROWS)
             found, entropy, gradient[rows] = loss_and_gradient(
-                logits[rows], targets[rows], teacher[rows], 1 - distillation, distillation, one
+                *(part[rows] for part in (logits, targets, teacher)),
+                1 - distillation,
+                distillation,
+                counted[rows],
+                counted[rows],
             )
             loss, cross_entropy = loss + found, cross_entropy + entropy
         ctx.save_for_backward(gradient)
