@@ -74,8 +74,8 @@ class Idea:
     """The widths with weights of their own, narrowest first (see `otaro.tune.tiers`)."""
     mixed: tuple[tuple[Precision, Precision, float], ...] = ()
     """(from, to, share): the tier `to` also gets this share of the gradient of the tier `from`."""
-    tier_rates: tuple[tuple[Precision, float], ...] = ()
-    """(tier, multiple of the learning rate), where it is not 1."""
+    tier_rates: tuple[tuple[Precision, float | tuple[float, float]], ...] = ()
+    """(tier, multiple of the learning rate, or the first and the last one), where it is not 1."""
     shares: tuple[tuple[Precision, float], ...] = ()
     """(tier, share of the weight's gradient): what `otaro.tune.tiers.share_gradients` does."""
     by_agreement: bool = False
@@ -85,6 +85,8 @@ class Idea:
     """(tier, share): the tier also moves by this share of every step that the weight itself takes."""
     released: bool = False
     """Where the E5M3 tier's cell holds an E5M4 weight back, its gradient goes to the E5M3 tier."""
+    resting: bool = False
+    """A tier without a pass in an update stays where it is."""
     reused: bool = False
     """A tier without a pass in an update takes the gradient of its last one again."""
     needs_losses: bool = False
@@ -93,6 +95,8 @@ class Idea:
     floor: Precision = EMBEDDING_FLOOR
     """Embeddings and head never go below this width."""
     schedule: str = "cosine"
+    final: float = 0.0
+    """Where the schedule ends, as a share of the learning rate."""
     sgd: bool = False
 
 
@@ -142,6 +146,8 @@ class Lab:
         self.measured = Refresher(self.model)
         self.captured = compiled
         self.graphs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self.known: set[tuple[Any, ...]] = set()
+        """What was captured before, in this run or an earlier one: it needs no trial any more."""
         self.pool: Any = None
         self.preparing = 0.0
         """Seconds spent on compiling and capturing."""
@@ -229,25 +235,30 @@ class Lab:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         kept = [gradient.clone() for gradient in gradients]
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            torch._foreach_zero_(gradients)
-            self._compute(given, wanted, teacher, step)  # compiles and allocates what capturing must not
-        torch.cuda.current_stream().wait_stream(stream)
-        expected = [gradient.clone() for gradient in gradients]
         graph = torch.cuda.CUDAGraph()
+        kind = (self.widths_of_tiers, *key[:-1])  # but for where the teacher lies
+        known = kind in self.known
+        if not known:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                torch._foreach_zero_(gradients)
+                self._compute(given, wanted, teacher, step)  # compiles and allocates what capturing must not
+            torch.cuda.current_stream().wait_stream(stream)
+            expected = [gradient.clone() for gradient in gradients]
         # All graphs share their memory: they run one after the other, and a teacher is captured before its pupils.
         with torch.cuda.graph(graph, pool=self.pool, stream=stream):
             outputs = self._compute(given, wanted, teacher, step)
         self.pool = graph.pool()
-        torch._foreach_zero_(gradients)
-        graph.replay()
-        norm = torch.nn.utils.get_total_norm(expected)
-        torch._foreach_sub_(expected, gradients)
-        difference = float(torch.nn.utils.get_total_norm(expected) / norm)
-        if not difference < 1e-2:
-            raise SystemExit(f"the captured pass differs from the plain one by {difference} of its gradient")
+        if not known:
+            torch._foreach_zero_(gradients)
+            graph.replay()
+            norm = torch.nn.utils.get_total_norm(expected)
+            torch._foreach_sub_(expected, gradients)
+            difference = float(torch.nn.utils.get_total_norm(expected) / norm)
+            if not difference < 1e-2:
+                raise SystemExit(f"the captured pass differs from the plain one by {difference} of its gradient")
         torch._foreach_copy_(gradients, kept)
+        self.known.add(kind)
         self.graphs[key] = (graph, given, wanted, *outputs)
         self.wait()
         self.preparing += time.perf_counter() - started
@@ -425,10 +436,10 @@ class Lab:
             fused = self.device.type == "cuda"
             tiers = [each for layer in self.layers for of_weight in layer.tiers.values() for each in of_weight]
             width_of = {id(tier): width for width, tier in tiers}
-            rates: list[tuple[Precision | None, float]] = [(None, 1.0)]
+            rates: list[tuple[Precision | None, float | tuple[float, float]]] = [(None, 1.0)]
             rates += [(width, dict(idea.tier_rates).get(width, 1.0)) for width in idea.tiers]
             groups = [
-                {"params": [each for each in parameters if width_of.get(id(each)) == width], "rate": rate}
+                {"params": [each for each in parameters if width_of.get(id(each)) == width], "rate": rate, "tier": width}
                 for width, rate in rates
             ]
             inner = torch.optim.AdamW(groups, lr=idea.learning_rate, betas=idea.betas, weight_decay=0, fused=fused)
@@ -457,8 +468,12 @@ class Lab:
             faded = 0.5 * (1 + math.cos(math.pi * number / steps)) if idea.schedule == "cosine" else 1.0
             if idea.schedule == "linear":
                 faded = 1 - number / steps
+            faded = idea.final + (1 - idea.final) * faded
             for group in inner.param_groups:
-                group["lr"] = idea.learning_rate * warm * faded * group.get("rate", 1.0)
+                rate = group.get("rate", 1.0)
+                if isinstance(rate, tuple):
+                    rate = rate[0] + (rate[1] - rate[0]) * number / steps
+                group["lr"] = idea.learning_rate * warm * faded * rate
             chosen = order[number * batch : (number + 1) * batch]
             ids = blocks[chosen]
             aims = ids if targets is None else targets[chosen]
@@ -487,7 +502,17 @@ class Lab:
                 if isinstance(optimizer, DelayedOptimizer):
                     optimizer.width = part[0].width
                 before = [layer.weight.detach().clone() for layer in self.layers] if idea.carried else []
+                resting = []
+                if idea.resting:
+                    passed = {step.width for step in part}
+                    for group in inner.param_groups[1:]:
+                        if group["tier"] not in passed:
+                            resting += [(parameter, parameter.grad) for parameter in group["params"]]
+                            for parameter in group["params"]:
+                                parameter.grad = None
                 optimizer.step()
+                for parameter, gradient in resting:
+                    parameter.grad = gradient
                 if idea.carried:
                     self.carry(before, dict(idea.carried))
                 optimizer.zero_grad(set_to_none=False)
@@ -506,6 +531,7 @@ class Lab:
         result: dict[str, Any] = {
             "seconds": ended - started,
             "step_seconds": (ended - settled - (self.preparing - prepared)) / (steps - first),
+            "preparing_seconds": self.preparing,
             "passes": widths,
         }
         if before_tuning:

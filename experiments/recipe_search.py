@@ -180,8 +180,8 @@ def chosen(
 ) -> Idea:
     """What came out of the rounds: `--recipe default`, in batches of 16."""
     first, then = turns(early or high, teacher=0.75), turns(high, (M4, M4, M4, M3), teacher=0.75, blocks=blocks)
-    options = {"by_agreement": "shares" not in options, **options}
-    return tiers(fading(0.5, first, then), learning_rate, tier_rates=((M3, 1.4),), **options)
+    options = {"by_agreement": "shares" not in options, "tier_rates": ((M3, 1.4),), **options}
+    return tiers(fading(0.5, first, then), learning_rate, **options)
 
 
 def ideas(only: str) -> dict[str, Idea]:
@@ -352,6 +352,14 @@ def ideas(only: str) -> dict[str, Idea]:
             "E5M5 in the second half": chosen(early=(M8,)),
             "E5M5 every other time in the second half": chosen(early=(M8,), high=(M8, M5)),
         },
+        "16": {
+            "constant rate, average of the last half": chosen(schedule="constant", average=0.5),
+            "rate down to 0.3, average of the last 0.4": chosen(final=0.3, average=0.4),
+            "E5M3's rate from 2 to 0.8": chosen(tier_rates=((M3, (2.0, 0.8)),)),
+            "without E5M5": chosen(high=(M8,)),
+            "tiers rest without a turn": chosen(resting=True),
+            "without E5M5, E5M3's rate from 2 to 0.8": chosen(high=(M8,), tier_rates=((M3, (2.0, 0.8)),)),
+        },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {
             "later 0.4, 10 and 10": released(after(0.4, shares(16, 10, 10, teacher=0.75))),
@@ -397,7 +405,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
     parser.add_argument("--train", required=True, help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
     parser.add_argument("--valid", required=True, help="WikiText-2's wiki.valid.tokens, or its token ids as .npy")
-    parser.add_argument("--round", default="15", help="which round of ideas; the last if left out")
+    parser.add_argument("--round", default="16", help="which round of ideas; the last if left out")
     parser.add_argument("--only", help="rows whose name holds this text")
     parser.add_argument("--share", default="1/1", help="2/3: the second of three processes that share the rows")
     parser.add_argument("--steps", type=int, default=400)
