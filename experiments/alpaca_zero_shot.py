@@ -2,7 +2,8 @@
 
     python experiments/alpaca_zero_shot.py prepare --alpaca alpaca_data.json --out alpaca.npz
     python experiments/zero_shot_requests.py …                     # the tasks as token ids, see there
-    python experiments/alpaca_zero_shot.py run --alpaca alpaca.npz --requests zeroshot.npz --seed 0 --out scores0.npz
+    python experiments/alpaca_zero_shot.py run --alpaca alpaca.npz --requests zeroshot.npz \
+        --seeds 0,1,2 --out "scores{seed}.npz"
     python experiments/alpaca_zero_shot.py report --requests zeroshot.npz --scores scores0.npz … --tasks-from DIR \
         --json alpaca_zero_shot.json --plot alpaca_zero_shot.png
 
@@ -59,7 +60,7 @@ def ideas(rate: float) -> dict[str, tuple[Idea | None, list[str]]]:
         f"fixed:{width}": (Idea(fixed(width), rate, format=REFINED5), [str(width)]) for width in reversed(Precision)
     }
     return {
-        "fp16": (Idea(fixed(None), rate, format=REFINED5), [*NAMES, "full"]),
+        "fp16": (Idea(fixed(None), rate, format=REFINED5), NAMES),
         "tiers": (chosen(rate), NAMES),
         **alone,
         "before tuning": (None, [*NAMES, "full"]),
@@ -80,8 +81,6 @@ def run(arguments: argparse.Namespace) -> None:
     blocks, targets = blocks[: -len(held)], targets[: -len(held)]
     prepared = list(batches(requests, 65536 if device.type == "cuda" else 2048))
     lab = Lab(arguments.model, device, compiled=device.type == "cuda")
-    settings = {name: getattr(arguments, name) for name in SETTINGS if hasattr(arguments, name)}
-    scores: dict[str, Any] = {"machine": json.dumps(common.machine())}
     rates: dict[str, float] = {}
     tried = arguments.learning_rates.split(",")
     for rate in tried if len(tried) > 1 else ():
@@ -91,17 +90,26 @@ def run(arguments: argparse.Namespace) -> None:
         found = lab.perplexity(held.flatten(), [None], REFINED5, arguments.length, 64, aims.flatten())
         rates[rate] = found["full"]
         print(f"fp16 at {rate}: perplexity of held-back answers {rates[rate]:.3f}", flush=True)
-    scores["learning_rates"] = json.dumps(rates)
-    settings["learning_rate"] = float(min(tried, key=lambda rate: rates.get(rate, 0.0)))
-    scores["settings"] = json.dumps(settings)
-    for name, (idea, widths) in ideas(settings["learning_rate"]).items():
+    rate = min(tried, key=lambda rate: rates.get(rate, 0.0))
+    wanted = [(int(seed), name) for seed in arguments.seeds.split(",") for name in ideas(float(rate))]
+    scores: dict[str, Any] = {}
+    for seed, name in wanted:
         if arguments.only and name not in arguments.only.split(","):
             continue
+        settings = {**{each: getattr(arguments, each) for each in ("steps", "batch", "length")}, "seed": seed}
+        about = {
+            "machine": common.machine(),
+            "settings": {**settings, "learning_rate": float(rate)},
+            "learning_rates": rates,
+        }
+        if scores.get("settings") != json.dumps(about["settings"]):
+            scores = {key: json.dumps(value) for key, value in about.items()}
+        idea, widths = ideas(float(rate))[name]
         if idea is None:
             lab.reset(REFINED5)
             took = {"seconds": 0.0}
         else:
-            took = lab.tune(idea, blocks, arguments.steps, arguments.batch, arguments.seed, targets)
+            took = lab.tune(idea, blocks, arguments.steps, arguments.batch, seed, targets)
         scores[f"{name}|seconds"] = took["seconds"]
         precisions = [None if width == "full" else Precision(width) for width in widths]
         found = lab.perplexity(held.flatten(), precisions, REFINED5, arguments.length, 64, aims.flatten())
@@ -118,9 +126,10 @@ def run(arguments: argparse.Namespace) -> None:
             scores[f"{name}|{width}|likelihoods"], scores[f"{name}|{width}|greedy"] = likelihoods, greedy
             seconds = time.perf_counter() - started
             print(name, width, f"{took['seconds']:.1f} + {seconds:.1f} s", float(likelihoods.mean()), flush=True)
-        unfinished = Path(arguments.out).with_suffix(".partial.npz")
+        out = Path(arguments.out.format(seed=seed))
+        unfinished = out.with_suffix(".partial.npz")
         np.savez_compressed(unfinished, **scores)
-        unfinished.replace(arguments.out)
+        unfinished.replace(out)
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -240,18 +249,22 @@ def main() -> None:
     parser.add_argument("--requests", help="the tasks' requests, from zero_shot_requests.py")
     parser.add_argument("--scores", nargs="+", help="what run wrote, a file for every seed")
     parser.add_argument("--tasks-from", default="hub", help="where the documents come from, as in otaro eval")
-    parser.add_argument("--out", help="where prepare and run write")
+    parser.add_argument("--out", help="where prepare and run write, {seed} in it being the seed")
     parser.add_argument("--json", help="write the figures there")
     parser.add_argument("--plot", help="draw them there")
     parser.add_argument("--only", help="these runs only, with commas between")
     parser.add_argument("--perplexity-only", action="store_true", help="leave the tasks out")
-    parser.add_argument("--learning-rates", default="1e-4,3e-4", help="the best for fp16 on held-back answers is taken")
+    parser.add_argument(
+        "--learning-rates", default="1e-4,2e-4,3e-4", help="the best for fp16 on held-back answers is taken"
+    )
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", default="0", help="with commas between; run writes a file for each")
     parser.add_argument("--quick", action="store_true", help="two small updates and twenty requests, for a look")
     arguments = parser.parse_args()
+    if arguments.stage == "run" and "," in arguments.seeds and "{seed}" not in arguments.out:
+        parser.error("several seeds need a {seed} in --out")
     {"prepare": prepare, "run": run, "report": report}[arguments.stage](arguments)
 
 

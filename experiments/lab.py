@@ -25,6 +25,7 @@ from otaro import convert, ops
 from otaro.convert import EMBEDDING_FLOOR
 from otaro.precision import NARROWEST, Precision
 from otaro.sefp import Format
+from otaro.tune.average import place
 from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import loss_and_gradient
@@ -171,6 +172,7 @@ class Lab:
         if tiers or self.widths_of_tiers:
             # Captured passes and tables know where tiers lay.
             self.graphs.clear()
+            self.pool = None
             self.trained, self.measured = Refresher(self.model, self.half), Refresher(self.model)
         self.releasing: Any = None
         self.widths_of_tiers = tiers
@@ -439,7 +441,11 @@ class Lab:
             rates: list[tuple[Precision | None, float | tuple[float, float]]] = [(None, 1.0)]
             rates += [(width, dict(idea.tier_rates).get(width, 1.0)) for width in idea.tiers]
             groups = [
-                {"params": [each for each in parameters if width_of.get(id(each)) == width], "rate": rate, "tier": width}
+                {
+                    "params": [each for each in parameters if width_of.get(id(each)) == width],
+                    "rate": rate,
+                    "tier": width,
+                }
                 for width, rate in rates
             ]
             inner = torch.optim.AdamW(groups, lr=idea.learning_rate, betas=idea.betas, weight_decay=0, fused=fused)
@@ -455,7 +461,6 @@ class Lab:
             shares = before_tuning.shares
         averaged: list[Tensor] | None = None
         own_gradients: dict[Precision, list[Tensor]] = {}
-        count = 0
         losses: dict[Precision | None, float] = {}
         widths: dict[str, int] = {}
         self.preparing = prepared = 0.0
@@ -516,13 +521,13 @@ class Lab:
                 if idea.carried:
                     self.carry(before, dict(idea.carried))
                 optimizer.zero_grad(set_to_none=False)
-            if idea.average and number >= steps * (1 - idea.average):
-                count += 1
+            taken = place(number + 1, steps, idea.average)
+            if taken:
                 with torch.no_grad():
                     if averaged is None:
                         averaged = [parameter.clone() for parameter in parameters]
                     else:
-                        torch._foreach_lerp_(averaged, parameters, 1 / count)
+                        torch._foreach_lerp_(averaged, parameters, 1 / taken)
         if averaged is not None:
             with torch.no_grad():
                 torch._foreach_copy_(parameters, averaged)

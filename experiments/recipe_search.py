@@ -355,10 +355,14 @@ def ideas(only: str) -> dict[str, Idea]:
         "16": {
             "constant rate, average of the last half": chosen(schedule="constant", average=0.5),
             "rate down to 0.3, average of the last 0.4": chosen(final=0.3, average=0.4),
-            "E5M3's rate from 2 to 0.8": chosen(tier_rates=((M3, (2.0, 0.8)),)),
-            "without E5M5": chosen(high=(M8,)),
-            "tiers rest without a turn": chosen(resting=True),
-            "without E5M5, E5M3's rate from 2 to 0.8": chosen(high=(M8,), tier_rates=((M3, (2.0, 0.8)),)),
+        },
+        "17": {
+            "down to 0.15, average of the last 0.4": chosen(final=0.15, average=0.4),
+            "down to 0.3, average of the last 0.6": chosen(final=0.3, average=0.6),
+            "without E5M5, down to 0.3, average of the last 0.4": chosen(high=(M8,), final=0.3, average=0.4),
+            "tiers rest without a turn, down to 0.3, average of the last 0.4": chosen(
+                resting=True, final=0.3, average=0.4
+            ),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {
@@ -405,7 +409,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
     parser.add_argument("--train", required=True, help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
     parser.add_argument("--valid", required=True, help="WikiText-2's wiki.valid.tokens, or its token ids as .npy")
-    parser.add_argument("--round", default="16", help="which round of ideas; the last if left out")
+    parser.add_argument("--round", default="17", help="which round of ideas; the last if left out")
     parser.add_argument("--only", help="rows whose name holds this text")
     parser.add_argument("--share", default="1/1", help="2/3: the second of three processes that share the rows")
     parser.add_argument("--steps", type=int, default=400)
