@@ -180,7 +180,7 @@ def chosen(
 ) -> Idea:
     """What came out of the rounds: `--recipe default`, in batches of 16."""
     first, then = turns(early or high, teacher=0.75), turns(high, (M4, M4, M4, M3), teacher=0.75, blocks=blocks)
-    options = {"by_agreement": "shares" not in options, "tier_rates": ((M3, 1.4),), **options}
+    options = {"by_agreement": "shares" not in options, "tier_rates": ((M3, 1.4),), "final": 0.3, "average": 0.4, **options}
     return tiers(fading(0.5, first, then), learning_rate, **options)
 
 
