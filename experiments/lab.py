@@ -48,8 +48,6 @@ class Pass:
     weight: float = 1.0
     labels: float = 1.0
     teacher: float = 0.0
-    everywhere: str = ""
-    """The divergence is over all positions, not only those with labels: "mean" over them, or "sum" over as many."""
     part: slice = field(default_factory=lambda: slice(None))
 
 
@@ -216,14 +214,9 @@ class Lab:
             logits = self.model.lm_head(self.hidden(ids)).flatten(0, 1)
         wanted = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
         given = None if teacher is None else teacher.flatten(0, 1)
-        counted = (wanted != IGNORED) / (wanted != IGNORED).sum()
-        followed = counted
-        if step.everywhere == "mean":
-            followed = torch.full_like(counted, 1 / len(counted))
-        elif step.everywhere == "sum":
-            followed = torch.ones_like(counted) / (wanted != IGNORED).sum()
+        count = (wanted != IGNORED).sum()
         labels, taught = step.weight * step.labels, step.weight * step.teacher
-        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, counted, followed)
+        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count)
         logits.backward(gradient)
         return cross_entropy, logits.detach().view(*ids.shape, -1)
 
@@ -441,12 +434,8 @@ class Lab:
             rates: list[tuple[Precision | None, float | tuple[float, float]]] = [(None, 1.0)]
             rates += [(width, dict(idea.tier_rates).get(width, 1.0)) for width in idea.tiers]
             groups = [
-                {
-                    "params": [each for each in parameters if width_of.get(id(each)) == width],
-                    "rate": rate,
-                    "tier": width,
-                }
-                for width, rate in rates
+                {"params": [each for each in parameters if width_of.get(id(each)) == of], "rate": rate, "tier": of}
+                for of, rate in rates
             ]
             inner = torch.optim.AdamW(groups, lr=idea.learning_rate, betas=idea.betas, weight_decay=0, fused=fused)
         ultra_low = [Precision.E5M4, Precision.E5M3]
@@ -507,16 +496,16 @@ class Lab:
                 if isinstance(optimizer, DelayedOptimizer):
                     optimizer.width = part[0].width
                 before = [layer.weight.detach().clone() for layer in self.layers] if idea.carried else []
-                resting = []
-                if idea.resting:
-                    passed = {step.width for step in part}
-                    for group in inner.param_groups[1:]:
-                        if group["tier"] not in passed:
-                            resting += [(parameter, parameter.grad) for parameter in group["params"]]
-                            for parameter in group["params"]:
-                                parameter.grad = None
+                rest = [
+                    (parameter, parameter.grad)
+                    for group in inner.param_groups[1:]
+                    if idea.resting and group["tier"] not in {step.width for step in part}
+                    for parameter in group["params"]
+                ]
+                for parameter, _ in rest:
+                    parameter.grad = None
                 optimizer.step()
-                for parameter, gradient in resting:
+                for parameter, gradient in rest:
                     parameter.grad = gradient
                 if idea.carried:
                     self.carry(before, dict(idea.carried))

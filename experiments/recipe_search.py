@@ -161,6 +161,7 @@ FASTER = ((M4, 1.4), (M3, 1.4))
 TWICE = (M4, M3, M4)
 BOTH = (M8, M8, M5, M5)  # with E5M4 and E5M3 in turns every pair of them
 UNIFORM = dict.fromkeys(Precision, 1.0)
+TO_NOTHING = {"final": 0.0, "average": 0.0}  # the learning rate; the last weights are the result
 
 
 def tiers(plan: Any = None, learning_rate: float = 3e-4, **options: Any) -> Idea:
@@ -180,7 +181,13 @@ def chosen(
 ) -> Idea:
     """What came out of the rounds: `--recipe default`, in batches of 16."""
     first, then = turns(early or high, teacher=0.75), turns(high, (M4, M4, M4, M3), teacher=0.75, blocks=blocks)
-    options = {"by_agreement": "shares" not in options, "tier_rates": ((M3, 1.4),), "final": 0.3, "average": 0.4, **options}
+    options = {
+        "by_agreement": "shares" not in options,
+        "tier_rates": ((M3, 1.4),),
+        "final": 0.3,
+        "average": 0.4,
+        **options,
+    }
     return tiers(fading(0.5, first, then), learning_rate, **options)
 
 
@@ -339,18 +346,18 @@ def ideas(only: str) -> dict[str, Idea]:
             ),
         },
         "13": {
-            "chosen, shares by agreement": chosen(high=(M8,)),
-            "chosen, shares by agreement, E5M8 twice, E5M5": chosen(),
-            "chosen, shares 2 and 1": chosen(high=(M8,), shares=((M4, 2.0), (M3, 1.0))),
+            "chosen, shares by agreement": chosen(high=(M8,), **TO_NOTHING),
+            "chosen, shares by agreement, E5M8 twice, E5M5": chosen(**TO_NOTHING),
+            "chosen, shares 2 and 1": chosen(high=(M8,), shares=((M4, 2.0), (M3, 1.0)), **TO_NOTHING),
         },
         "14": {
-            "E5M8 twice, E5M5, then on 10": chosen(blocks=10),
-            "E5M8, E5M6, E5M5, then on 10": chosen(high=(M8, M6, M5), blocks=10),
+            "E5M8 twice, E5M5, then on 10": chosen(blocks=10, **TO_NOTHING),
+            "E5M8, E5M6, E5M5, then on 10": chosen(high=(M8, M6, M5), blocks=10, **TO_NOTHING),
         },
         "15": {
-            "chosen": chosen(),
-            "E5M5 in the second half": chosen(early=(M8,)),
-            "E5M5 every other time in the second half": chosen(early=(M8,), high=(M8, M5)),
+            "chosen": chosen(**TO_NOTHING),
+            "E5M5 in the second half": chosen(early=(M8,), **TO_NOTHING),
+            "E5M5 every other time in the second half": chosen(early=(M8,), high=(M8, M5), **TO_NOTHING),
         },
         "16": {
             "constant rate, average of the last half": chosen(schedule="constant", average=0.5),

@@ -85,7 +85,32 @@ def test_early_stopping(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
     watch = ("--eval-text", book, "--eval-windows", 2, "--save-steps", 3, "--early-stopping", 2)
     command(tiny_llama, out, *short(book, 60), *watch, "--learning-rate", 0)
     # Without a step it never gets better than at the first checkpoint: two more end the run.
-    assert json.loads((out / "tune.json").read_text())["updates"] == 9
+    figures = json.loads((out / "tune.json").read_text())
+    assert figures["updates"] == 9
+    assert figures["averaged_updates"] == 0
+
+
+@pytest.mark.parametrize(
+    "options, averaged, last_rate",
+    [((), 4, 0.3), (("--average", 0.8), 8, 0.3), (("--average", 0), 0, 0.0), (("--recipe", "paper"), 0, 1.0)],
+)
+def test_weights_are_averaged_and_the_schedule_goes_with_it(
+    options: tuple[Any, ...], averaged: int, last_rate: float, tiny_llama: Path, book: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "tuned"
+    command(tiny_llama, out, *short(book, 10), *options, "--learning-rate", 1)
+    assert json.loads((out / "tune.json").read_text())["averaged_updates"] == averaged
+    last = json.loads((out / "tune.jsonl").read_text().splitlines()[-1])
+    # The schedule is one update short of its end.
+    assert last["learning_rate"] == pytest.approx(last_rate, abs=0.05)
+
+
+def test_early_stopping_and_an_average_exclude_each_other(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
+    with pytest.raises(OtaroError, match="--average"):
+        command(
+            *(tiny_llama, tmp_path / "tuned"),
+            *(*short(book), "--eval-text", book, "--early-stopping", 2, "--average", 0.5),
+        )
 
 
 def test_early_stopping_needs_a_text(tiny_llama: Path, book: Path, tmp_path: Path) -> None:

@@ -20,6 +20,12 @@ from otaro.tune.callbacks import LOG_NAME
 
 PROGRAM = Path(__file__).parent / "tuning.py"
 ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
+TIERS: dict[str, Any] = {
+    "method": "tiers",
+    "per_device_train_batch_size": 3,
+    "widths": "E5M6,E5M4,E5M3",
+    "average": 0.7,
+}
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "max_steps": 22}
 
 
@@ -55,9 +61,9 @@ def resumed(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "kill, checkpoint, options",
     [
-        ("13:SIGKILL", 10, {**ADAM, "method": "otaro"}),
+        ("13:SIGKILL", 10, {**ADAM, "method": "otaro", "average": 0.7}),
         ("9:SIGKILL", 5, {"method": "uniform"}),
-        ("13:SIGKILL", 10, {**ADAM, "method": "tiers", "per_device_train_batch_size": 3, "widths": "E5M6,E5M4,E5M3"}),
+        ("13:SIGKILL", 10, {**ADAM, **TIERS}),
         ("save:SIGKILL", 5, {**ADAM, "method": "otaro", "save_total_limit": 1, "gradient_accumulation_steps": 2}),
     ],
 )
@@ -93,7 +99,7 @@ def test_fused_experts_and_tied_weights_resume(architecture: str, method: str, t
 
 def test_a_run_that_was_done_is_not_gone_on_with(tmp_path: Path) -> None:
     """Killed between its last update and the writing of its result, a run has nothing left to do."""
-    options = {**SAVING, **ADAM}
+    options = {**SAVING, **ADAM, "average": 0.5}
     expected = whole(tmp_path, options)
     check_same(resumed(tmp_path, options), expected)
 
@@ -133,6 +139,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"method": "bps"}, "with method otaro, not bps"),
         ({"learning_rate": 0.5}, "with learning_rate 0.05, not 0.5"),
         ({"scheme": "nearest"}, "with scheme nested, not nearest"),
+        ({"average": 0.5}, "with average 0.0, not 0.5"),
         ({"architecture": "qwen2"}, "with model LlamaForCausalLM with .* weights"),
     ],
 )

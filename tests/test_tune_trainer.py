@@ -284,6 +284,12 @@ def test_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ({"widths": "E5M8,E5M2"}, PrecisionError, "E5M2"),
         ({"delay": 0}, OtaroError, "delay of 0"),
         ({"delay_apply": "max"}, OtaroError, "sum or mean"),
+        ({"average": 1.5}, OtaroError, "no share"),
+        (
+            {"average": 0.5, "load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"},
+            OtaroError,
+            "not both",
+        ),
         ({"scheme": "nearest", "polarity": True}, FormatError, "polarity"),
         ({"embedding_floor": "E4M3"}, PrecisionError, "E4M3"),
     ],

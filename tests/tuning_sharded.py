@@ -1,5 +1,7 @@
 """A program for two processes: tuning with weights sharded by FSDP2, stopped half-way and gone on with from its state.
 
+Gradients are held back and the weights averaged over the stop.
+
 Writes the weights and what each process holds; the test compares them with an unsharded run of :func:`plain`.
 """
 
@@ -26,11 +28,13 @@ from otaro import convert
 from otaro.nn import FakeSefp
 from otaro.precision import Precision
 from otaro.sefp import Format
+from otaro.tune import average
 from otaro.tune.delay import DelayedOptimizer
 
 M8, M7, M6, M5, M4, M3 = Precision
 WIDTHS = [M8, M3, M4, M6, M3, M4, M8, M3, M3, M5]
 HALF = 6
+AVERAGED = 0.7  # from before the half on
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -42,7 +46,9 @@ def build(shard: bool) -> tuple[Any, DelayedOptimizer]:
             fully_shard(layer)
         fully_shard(model)
     # A large epsilon keeps single weights from following rounding errors: see test_tune_distributed.
-    return model, DelayedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3), [M4, M3], delay=3)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    average.keep(inner)
+    return model, DelayedOptimizer(inner, [M4, M3], delay=3)
 
 
 def steps(model: Any, optimizer: DelayedOptimizer, first: int, last: int, rank: int, ranks: int) -> None:
@@ -56,6 +62,11 @@ def steps(model: Any, optimizer: DelayedOptimizer, first: int, last: int, rank: 
         optimizer.width = WIDTHS[step]
         optimizer.step()
         optimizer.zero_grad()
+        number = average.place(step + 1, len(WIDTHS), AVERAGED)
+        if number:
+            average.add(optimizer, number)
+    if last == len(WIDTHS):
+        average.use(optimizer)
 
 
 def plain() -> dict[str, torch.Tensor]:

@@ -26,13 +26,21 @@ MOST = 32
 
 
 def place(update: int, updates: int, share: float) -> int:
-    """Which one of those taken in an update is, counted from 1; 0 where it is not. `share` is that of the run."""
+    """Which one of those taken in an update is, counted from 1; 0 where it is not. `share` is that of the run.
+
+    The last update always is.
+    """
+    before = taken(update - 1, updates, share)
+    now = taken(update, updates, share)
+    return now if now > before else 0
+
+
+def taken(update: int, updates: int, share: float) -> int:
+    """How many are taken in once an update is done."""
     span = round(share * updates)
     every = max(1, span // MOST)
-    left = updates - update
-    if left >= span or left % every:
-        return 0
-    return ((span - 1) // every * every - left) // every + 1
+    in_all = -(-span // every)
+    return max(0, in_all - -(-(updates - update) // every))
 
 
 def keep(optimizer: Optimizer) -> None:

@@ -15,6 +15,7 @@ from transformers.trainer_callback import ExportableState
 
 from otaro.errors import OtaroError
 from otaro.precision import Precision
+from otaro.tune import average
 from otaro.tune.config import RESUMED
 from otaro.tune.tiers import Measured
 
@@ -93,6 +94,10 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._learning_rate = float(self.trainer.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        number = average.place(state.global_step, state.max_steps, self.trainer.args.average)
+        if number:
+            assert self.trainer.optimizer is not None
+            average.add(self.trainer.optimizer, number)
         delayed = self.trainer.delayed
         if state.is_world_process_zero:
             line = {

@@ -89,6 +89,10 @@ def tune(
     distillation: Annotated[
         float, typer.Option(min=0, max=1, help="How much a tier learns from a wide width, not from the data.")
     ] = 0.75,
+    average: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Average the weights over this share of the run, at its end; 0: do not."),
+    ] = None,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
     ] = None,
@@ -121,7 +125,7 @@ def tune(
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
 ) -> None:
     """Tune a model once, so that it is good at every precision."""
-    from otaro.tune.config import TuneArguments
+    from otaro.tune.config import WITHOUT_AVERAGE, TuneArguments
     from otaro.tune.config import recipe as find_recipe
 
     work = out.with_name(f"{out.name}.tuning")
@@ -131,6 +135,8 @@ def tune(
         raise OtaroError(f"{out.absolute().parent} is not a folder: create it first")
     if early_stopping is not None and eval_text is None:
         raise OtaroError("early stopping watches the loss on a text: give it with --eval-text")
+    if early_stopping is not None and average:
+        raise OtaroError("early stopping keeps the best checkpoint, not an average: leave --average out")
     given: dict[str, Any] = {
         "method": method,
         "learning_rate": learning_rate,
@@ -143,6 +149,10 @@ def tune(
         "embedding_floor": embedding_floor,
     }
     options = {**find_recipe(recipe), **{name: value for name, value in given.items() if value is not None}}
+    if options.get("average") and (average == 0 or early_stopping is not None):
+        options |= WITHOUT_AVERAGE
+    elif average is not None:
+        options["average"] = average
     if method is None and options["method"] == "tiers":
         reason = no_tiers(lora, options["scheme"])
         if reason is not None:
@@ -297,6 +307,7 @@ def run(
                 "method": args.method,
                 "updates": trainer.state.global_step,
                 "kept_update": trainer.state.best_global_step if early_stopping else trainer.state.global_step,
+                "averaged_updates": trainer.averaged,
                 "unsettled_groups": trainer.unsettled,
                 "measured_before": None if trainer.measured is None else trainer.measured.to_json(),
                 "tokens": blocks.tokens,

@@ -45,6 +45,9 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         default=0.75,
         metadata={"help": "How much of a tier's loss is the divergence from a wide width (tiers only)."},
     )
+    average: float = field(
+        default=0.0, metadata={"help": "The share of the run, at its end, over which the weights are averaged."}
+    )
     scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
     group_size: int = field(default=64, metadata={"help": "Weights that share an exponent."})
     polarity: bool | None = field(default=None, metadata={"help": "One more bit per group; on for nested."})
@@ -70,6 +73,10 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError(f"{self.tiers} are too many tiers: choose at most {MOST_TIERS}")
         if not 0 <= self.distillation <= 1:
             raise OtaroError(f"a distillation of {self.distillation} is no share: choose from 0 to 1")
+        if not 0 <= self.average <= 1:
+            raise OtaroError(f"an average over {self.average} of the run is no share: choose from 0 to 1")
+        if self.average and self.load_best_model_at_end:
+            raise OtaroError("a run gives its best checkpoint or an average of its weights, not both: set one of them")
         _ = self.path_widths, self.ultra_low_widths, self.tier_widths, self.format, self.floor
         self.make_path()
         super().__post_init__()
@@ -113,6 +120,7 @@ RESUMED = (
     "ultra_low",
     "tiers",
     "distillation",
+    "average",
     "scheme",
     "group_size",
     "polarity",
@@ -121,6 +129,7 @@ RESUMED = (
     "optim",
     "learning_rate",
     "lr_scheduler_type",
+    "lr_scheduler_kwargs",
     "warmup_steps",
     "weight_decay",
     "max_grad_norm",
@@ -154,7 +163,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "default": {
         "optim": "adamw_torch",
         "learning_rate": 3e-4,
-        "lr_scheduler_type": "cosine",
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.3},
+        "average": 0.4,
         "warmup_steps": 0.03,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
@@ -167,6 +178,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
+WITHOUT_AVERAGE: dict[str, Any] = {"average": 0.0, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": None}
+"""What takes the place of a recipe's settings where the weights are not to be averaged: the rate falls to nothing."""
 
 REFERENCE_SIZE = 576
 

@@ -23,35 +23,27 @@ ROWS = 256
 
 
 def loss_and_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    teacher: Tensor | None,
-    labels: float,
-    taught: float,
-    counted: Tensor,
-    followed: Tensor,
+    logits: Tensor, targets: Tensor, teacher: Tensor | None, labels: float, taught: float, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, cross entropy and gradient: sums over the tokens, weighted by `counted` and for the teacher by `followed`.
+    """Loss, cross entropy and gradient: sums over the tokens whose target is not IGNORED, divided by `count`.
 
-    `logits` and `teacher` are [tokens, vocabulary], the others [tokens]; where a target is IGNORED `counted` is 0.
+    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is a number.
     """
     values = logits.float()
+    counted = (targets != IGNORED)[:, None] / count
     wanted = targets.clamp(min=0)[:, None]
     log_total = values.logsumexp(-1, keepdim=True)
-    cross_entropy = ((log_total - values.gather(1, wanted)) * counted[:, None]).sum()
+    cross_entropy = ((log_total - values.gather(1, wanted)) * counted).sum()
+    gradient = (values - log_total).exp_().mul_(labels + taught)
     loss = labels * cross_entropy
-    counted, followed = labels * counted[:, None], taught * followed[:, None]
-    gradient = (values - log_total).exp_()
-    if teacher is None:
-        gradient.mul_(counted)
-    else:
+    if teacher is not None and taught:
         log_teacher = teacher.float().log_softmax(-1)
         share = log_teacher.exp()
+        gradient.sub_(share, alpha=taught)
         divergence = log_teacher.sub_(values).mul_(share).sum(-1, keepdim=True) + log_total
-        loss = loss + (divergence * followed).sum()
-        gradient.mul_(counted + followed).sub_(share.mul_(followed))
-    gradient.scatter_add_(1, wanted, -counted)
-    return loss, cross_entropy, gradient.to(logits.dtype)
+        loss = loss + taught * (divergence * counted).sum()
+    gradient.scatter_add_(1, wanted, torch.full_like(wanted, -labels, dtype=gradient.dtype))
+    return loss, cross_entropy, gradient.mul_(counted).to(logits.dtype)
 
 
 class _Distilled(torch.autograd.Function):
@@ -59,17 +51,13 @@ class _Distilled(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, teacher: Tensor, distillation: float
     ) -> tuple[Tensor, Tensor]:
-        counted = (targets != IGNORED).float()
+        one = torch.ones((), device=logits.device)
         gradient = torch.empty_like(logits)
         loss = cross_entropy = torch.zeros((), device=logits.device)
         for start in range(0, len(logits), ROWS):
             rows = slice(start, start + ROWS)
             found, entropy, gradient[rows] = loss_and_gradient(
-                *(part[rows] for part in (logits, targets, teacher)),
-                1 - distillation,
-                distillation,
-                counted[rows],
-                counted[rows],
+                logits[rows], targets[rows], teacher[rows], 1 - distillation, distillation, one
             )
             loss, cross_entropy = loss + found, cross_entropy + entropy
         ctx.save_for_backward(gradient)

@@ -36,7 +36,7 @@ from otaro.errors import OtaroError
 from otaro.nn import FakeSefp, FakeSefpConv1D
 from otaro.precision import Precision
 from otaro.sources.base import quiet
-from otaro.tune import resume
+from otaro.tune import average, resume
 from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_signature, settings
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.data import IGNORED
@@ -88,6 +88,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self.unsettled = 0
         """Groups of weights that did not keep all bits of their tiers when these were settled."""
         self._asked_to_stop = False
+        self._keeps_average = False
         self._update_losses: dict[Precision | None, Tensor] = {}
         self._predictions: Tensor | None = None
         self._turn: Turn | None = None
@@ -149,6 +150,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 set_narrowest_rate(optimizer, self.model if model is None else model, self.tiers)
             elif not has_tiers(optimizer, self.model if model is None else model):
                 raise OtaroError("the method tiers trains weights of its own: set `optim`, do not pass `optimizers`")
+        if self.args.average and (created or not self._keeps_average):
+            average.keep(optimizer)
+            self._keeps_average = True
         if self.args.method == "otaro":
             if created:
                 apply = cast(Apply, self.args.delay_apply)
@@ -319,6 +323,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         try:
             with self._stop_on_interrupt():
                 result = super().train(None if checkpoint is None else str(checkpoint), **options)
+            if self.averaged and not self.interrupted:
+                assert self.optimizer is not None
+                average.use(self.optimizer)
             if self.tiers and not self.interrupted:
                 self.set_width(None)
                 self.unsettled = settle_model(self.model)
@@ -338,6 +345,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             ) from error
         finally:
             self.set_width(None)
+
+    @property
+    def averaged(self) -> int:
+        """Over how many updates the weights are averaged so far."""
+        return average.taken(self.state.global_step, self.state.max_steps, self.args.average)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> EvalLoopOutput:
         """Evaluate at every width: the loss is the mean over them, and each one's own is beside it."""

@@ -1,0 +1,119 @@
+"""The mean of the weights over the end of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from tuning import trainer
+
+from otaro.tune import average
+
+ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "updates, share, expected",
+    [
+        (12, 0.4, [8, 9, 10, 11, 12]),
+        (12, 0.0, []),
+        (3, 1.0, [1, 2, 3]),
+        (1, 0.4, []),
+        (400, 0.4, list(range(245, 401, 5))),
+        (130, 0.5, list(range(66, 131, 2))),
+    ],
+)
+def test_which_updates_are_taken_in(updates: int, share: float, expected: list[int]) -> None:
+    places = {update: average.place(update, updates, share) for update in range(1, updates + 1)}
+    assert [update for update, place in places.items() if place] == expected
+    assert [place for place in places.values() if place] == list(range(1, len(expected) + 1))
+    for update in range(updates + 1):
+        assert average.taken(update, updates, share) == sum(taken <= update for taken in expected)
+
+
+class Weights(TrainerCallback):  # type: ignore[misc]
+    """Keeps the weights after every update."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, *args: Any, **options: Any) -> None:
+        self.seen.append({name: value.clone() for name, value in self.model.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "fp16"},
+        {"method": "fixed:E5M4", "optim": "sgd", "learning_rate": 0.05},
+        {**ADAM, "method": "otaro"},
+        {**ADAM, "method": "bps", "architecture": "llama-tied"},
+        {**ADAM, "method": "uniform", "architecture": "qwen3-moe"},
+    ],
+)
+def test_a_run_gives_the_mean_of_its_last_weights(options: dict[str, Any], tmp_path: Path) -> None:
+    run = trainer(tmp_path, **{"max_steps": 10, "average": 0.4, **options})
+    weights = Weights(run.model)
+    run.add_callback(weights)
+    run.train()
+    assert run.averaged == 4
+    for name, value in run.model.state_dict().items():
+        taken = torch.stack([seen[name] for seen in weights.seen[-4:]])
+        torch.testing.assert_close(value, taken.mean(0), rtol=1e-5, atol=1e-7)
+        if options.get("architecture") != "qwen3-moe":  # where an expert may have no tokens
+            assert not torch.equal(value, taken[-1])
+
+
+def test_tiers_are_averaged_before_they_are_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import otaro.tune.trainer as module
+
+    run = trainer(tmp_path, method="tiers", max_steps=10, average=0.4, **ADAM)
+    weights = Weights(run.model)
+    run.add_callback(weights)
+    given: dict[str, torch.Tensor] = {}
+    settle = module.settle_model
+
+    def watch(model: torch.nn.Module) -> int:
+        given.update({name: value.clone() for name, value in model.state_dict().items()})
+        return settle(model)
+
+    monkeypatch.setattr(module, "settle_model", watch)
+    run.train()
+    assert sum(name.endswith("_E5M3") for name in given) > 10
+    for name, value in given.items():
+        mean = torch.stack([seen[name] for seen in weights.seen[-4:]]).mean(0)
+        torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_that_ends_before_the_average_begins_keeps_its_weights(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=10, average=0.4)
+    weights = Weights(run.model)
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    run.add_callback(weights)
+    run.add_callback(Stop())
+    run.train()
+    assert run.averaged == 0
+    assert all(torch.equal(value, weights.seen[2][name]) for name, value in run.model.state_dict().items())
+
+
+def test_a_parameter_without_a_gradient_is_left_to_the_optimizer() -> None:
+    """An entry in its state would have Adam take it for one that it knows."""
+    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = torch.optim.AdamW([used, unused], lr=0.1)
+    average.keep(optimizer)
+    used.grad = torch.ones(3)
+    optimizer.step()
+    average.add(optimizer, 1)
+    unused.grad = torch.ones(3)
+    optimizer.step()
+    average.add(optimizer, 2)
+    average.use(optimizer)
+    assert torch.isfinite(unused).all()
