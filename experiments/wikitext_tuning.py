@@ -6,7 +6,7 @@
 
 All runs of a seed see the same blocks in the same order and take the same number of batches; those that are random
 themselves (uniform) draw from the seed too. `--runs` chooses a group: `methods` (Fig. 7; Fig. 3 is part of it),
-`fixed` (every width alone), `ablation` (Fig. 8), `data` (LAA with less data) or `floors` (of embeddings and head). The
+`fixed` (every width alone), `averaged` (the recipe's schedule and mean for them), `ablation` (Fig. 8), `data` (LAA with less data) or `floors` (of embeddings and head). The
 loop is `lab.py`.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import common
 import torch
 from lab import Idea, Lab, add_arguments, draw
-from recipe_search import REFINED5, UNIFORM, chosen, drawn, fixed, searched
+from recipe_search import REFINED5, TO_NOTHING, UNIFORM, chosen, drawn, fixed, searched
 
 from otaro.precision import Precision
 from otaro.sefp import Format
@@ -31,7 +31,7 @@ FORMAT = REFINED5
 NAMES = [*(str(precision) for precision in Precision), "full"]
 
 
-GROUPS = ("methods", "fixed", "ablation", "data", "floors")
+GROUPS = ("methods", "fixed", "averaged", "ablation", "data", "floors")
 
 
 def runs(group: str, rate: float, seed: int) -> dict[str, Idea]:
@@ -64,6 +64,14 @@ def runs(group: str, rate: float, seed: int) -> dict[str, Idea]:
             ),
         },
         "fixed": {f"fixed:{width}": Idea(fixed(width), rate, format=FORMAT) for width in Precision},
+        # What the recipe's schedule and its mean of the weights do for the others, and the recipe without them.
+        "averaged": {
+            **{
+                f"{name}, averaged": Idea(fixed(width), rate, format=FORMAT, final=0.3, average=0.4)
+                for name, width in {"fp16": None, "fixed:E5M3": M3, "fixed:E5M4": M4}.items()
+            },
+            "tiers, not averaged": chosen(rate, **TO_NOTHING),
+        },
         "ablation": {
             **{f"bps, λ {exploration}": bps(exploration) for exploration in (3.0, 4.0, 5.0, 6.0, 7.0)},
             **{f"otaro, N {n}": bps(delay=n, delay_apply="sum") for n in (5, 10, 20)},
