@@ -96,6 +96,8 @@ class Idea:
     schedule: str = "cosine"
     final: float = 0.0
     """Where the schedule ends, as a share of the learning rate."""
+    at_rest: tuple[Precision, ...] = ()
+    """Tiers whose rate falls to nothing all the same, and which are not averaged."""
     sgd: bool = False
 
 
@@ -425,12 +427,12 @@ class Lab:
             # Captured passes add to gradients where they lie.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
         inner: torch.optim.Optimizer
+        tiers = [each for layer in self.layers for of_weight in layer.tiers.values() for each in of_weight]
+        width_of = {id(tier): width for width, tier in tiers}
         if idea.sgd:
             inner = torch.optim.SGD(parameters, lr=idea.learning_rate)
         else:
             fused = self.device.type == "cuda"
-            tiers = [each for layer in self.layers for of_weight in layer.tiers.values() for each in of_weight]
-            width_of = {id(tier): width for width, tier in tiers}
             rates: list[tuple[Precision | None, float | tuple[float, float]]] = [(None, 1.0)]
             rates += [(width, dict(idea.tier_rates).get(width, 1.0)) for width in idea.tiers]
             groups = [
@@ -448,7 +450,9 @@ class Lab:
             aims = blocks[chosen] if targets is None else targets[chosen]
             before_tuning = self.measure(blocks[chosen], aims, idea.format)
             shares = before_tuning.shares
-        averaged: list[Tensor] | None = None
+        averaged: list[Tensor] = []
+        moving = [parameter for group in inner.param_groups for parameter in group["params"]]
+        moving = [each for each in moving if width_of.get(id(each)) not in idea.at_rest]
         own_gradients: dict[Precision, list[Tensor]] = {}
         losses: dict[Precision | None, float] = {}
         widths: dict[str, int] = {}
@@ -462,12 +466,12 @@ class Lab:
             faded = 0.5 * (1 + math.cos(math.pi * number / steps)) if idea.schedule == "cosine" else 1.0
             if idea.schedule == "linear":
                 faded = 1 - number / steps
-            faded = idea.final + (1 - idea.final) * faded
             for group in inner.param_groups:
                 rate = group.get("rate", 1.0)
                 if isinstance(rate, tuple):
                     rate = rate[0] + (rate[1] - rate[0]) * number / steps
-                group["lr"] = idea.learning_rate * warm * faded * rate
+                final = 0.0 if group.get("tier") in idea.at_rest else idea.final
+                group["lr"] = idea.learning_rate * warm * (final + (1 - final) * faded) * rate
             chosen = order[number * batch : (number + 1) * batch]
             ids = blocks[chosen]
             aims = ids if targets is None else targets[chosen]
@@ -511,15 +515,14 @@ class Lab:
                     self.carry(before, dict(idea.carried))
                 optimizer.zero_grad(set_to_none=False)
             taken = place(number + 1, steps, idea.average)
-            if taken:
-                with torch.no_grad():
-                    if averaged is None:
-                        averaged = [parameter.clone() for parameter in parameters]
-                    else:
-                        torch._foreach_lerp_(averaged, parameters, 1 / taken)
-        if averaged is not None:
             with torch.no_grad():
-                torch._foreach_copy_(parameters, averaged)
+                if taken == 1:
+                    averaged = [parameter.clone() for parameter in moving]
+                elif taken:
+                    torch._foreach_lerp_(averaged, moving, 1 / taken)
+        if averaged:
+            with torch.no_grad():
+                torch._foreach_copy_(moving, averaged)
         self.wait()
         ended = time.perf_counter()
         result: dict[str, Any] = {

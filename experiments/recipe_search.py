@@ -371,6 +371,10 @@ def ideas(only: str) -> dict[str, Idea]:
                 resting=True, final=0.3, average=0.4
             ),
         },
+        "18": {
+            "E5M4 and E5M3 come to rest": chosen(at_rest=(M4, M3)),
+            "E5M3 comes to rest": chosen(at_rest=(M3,)),
+        },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {
             "later 0.4, 10 and 10": released(after(0.4, shares(16, 10, 10, teacher=0.75))),
@@ -416,7 +420,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
     parser.add_argument("--train", required=True, help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
     parser.add_argument("--valid", required=True, help="WikiText-2's wiki.valid.tokens, or its token ids as .npy")
-    parser.add_argument("--round", default="17", help="which round of ideas; the last if left out")
+    parser.add_argument("--round", default="18", help="which round of ideas; the last if left out")
     parser.add_argument("--only", help="rows whose name holds this text")
     parser.add_argument("--share", default="1/1", help="2/3: the second of three processes that share the rows")
     parser.add_argument("--steps", type=int, default=400)

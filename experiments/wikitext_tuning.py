@@ -6,8 +6,9 @@
 
 All runs of a seed see the same blocks in the same order and take the same number of batches; those that are random
 themselves (uniform) draw from the seed too. `--runs` chooses a group: `methods` (Fig. 7; Fig. 3 is part of it),
-`fixed` (every width alone), `averaged` (the recipe's schedule and mean for them), `ablation` (Fig. 8), `data` (LAA with less data) or `floors` (of embeddings and head). The
-loop is `lab.py`.
+`fixed` (every width alone), `averaged` (the recipe's schedule and mean of the weights for runs of one width, and the
+recipe without them), `ablation` (Fig. 8), `data` (LAA with less data) or `floors` (of embeddings and head). The loop
+is `lab.py`.
 """
 
 from __future__ import annotations
