@@ -21,6 +21,7 @@ from lab import Idea, Lab, Pass
 
 from otaro.precision import Precision
 from otaro.sefp import Format
+from otaro.tune.average import FINAL
 from otaro.tune.path import BitWidthPathSearch
 
 M8, M7, M6, M5, M4, M3 = Precision
@@ -161,7 +162,7 @@ FASTER = ((M4, 1.4), (M3, 1.4))
 TWICE = (M4, M3, M4)
 BOTH = (M8, M8, M5, M5)  # with E5M4 and E5M3 in turns every pair of them
 UNIFORM = dict.fromkeys(Precision, 1.0)
-TO_NOTHING = {"final": 0.0, "average": 0.0}  # the learning rate; the last weights are the result
+TO_NOTHING: dict[str, Any] = {"final": 0.0, "average": 0.0}  # the learning rate; the last weights are the result
 
 
 def tiers(plan: Any = None, learning_rate: float = 3e-4, **options: Any) -> Idea:
@@ -184,8 +185,9 @@ def chosen(
     options = {
         "by_agreement": "shares" not in options,
         "tier_rates": ((M3, 1.4),),
-        "final": 0.3,
+        "final": FINAL,
         "average": 0.4,
+        "at_rest": (M3,),
         **options,
     }
     return tiers(fading(0.5, first, then), learning_rate, **options)
@@ -360,20 +362,22 @@ def ideas(only: str) -> dict[str, Idea]:
             "E5M5 every other time in the second half": chosen(early=(M8,), high=(M8, M5), **TO_NOTHING),
         },
         "16": {
-            "constant rate, average of the last half": chosen(schedule="constant", average=0.5),
-            "rate down to 0.3, average of the last 0.4": chosen(final=0.3, average=0.4),
+            "constant rate, average of the last half": chosen(schedule="constant", average=0.5, at_rest=()),
+            "rate down to 0.3, average of the last 0.4": chosen(final=0.3, average=0.4, at_rest=()),
         },
         "17": {
-            "down to 0.15, average of the last 0.4": chosen(final=0.15, average=0.4),
-            "down to 0.3, average of the last 0.6": chosen(final=0.3, average=0.6),
-            "without E5M5, down to 0.3, average of the last 0.4": chosen(high=(M8,), final=0.3, average=0.4),
+            "down to 0.15, average of the last 0.4": chosen(final=0.15, average=0.4, at_rest=()),
+            "down to 0.3, average of the last 0.6": chosen(final=0.3, average=0.6, at_rest=()),
+            "without E5M5, down to 0.3, average of the last 0.4": chosen(
+                high=(M8,), final=0.3, average=0.4, at_rest=()
+            ),
             "tiers rest without a turn, down to 0.3, average of the last 0.4": chosen(
-                resting=True, final=0.3, average=0.4
+                resting=True, final=0.3, average=0.4, at_rest=()
             ),
         },
         "18": {
+            "E5M3 comes to rest": chosen(),
             "E5M4 and E5M3 come to rest": chosen(at_rest=(M4, M3)),
-            "E5M3 comes to rest": chosen(at_rest=(M3,)),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {

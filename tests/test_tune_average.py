@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from tuning import trainer
 
 from otaro.tune import average
+from otaro.tune.trainer import OtaroTrainer
 
 ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3}
 
@@ -68,10 +69,13 @@ def test_a_run_gives_the_mean_of_its_last_weights(options: dict[str, Any], tmp_p
             assert not torch.equal(value, taken[-1])
 
 
-def test_tiers_are_averaged_before_they_are_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("widths, resting", [("all", "_E5M3"), ("E5M8,E5M4", "_E5M4")])
+def test_tiers_are_averaged_before_they_are_settled_but_the_narrowest_rests(
+    widths: str, resting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import otaro.tune.trainer as module
 
-    run = trainer(tmp_path, method="tiers", max_steps=10, average=0.4, **ADAM)
+    run = trainer(tmp_path, method="tiers", widths=widths, max_steps=10, average=0.4, **ADAM)
     weights = Weights(run.model)
     run.add_callback(weights)
     given: dict[str, torch.Tensor] = {}
@@ -83,10 +87,41 @@ def test_tiers_are_averaged_before_they_are_settled(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(module, "settle_model", watch)
     run.train()
-    assert sum(name.endswith("_E5M3") for name in given) > 10
+    assert sum(name.endswith(resting) for name in given) > 10
     for name, value in given.items():
-        mean = torch.stack([seen[name] for seen in weights.seen[-4:]]).mean(0)
-        torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-7)
+        taken = torch.stack([seen[name] for seen in weights.seen[-4:]])
+        if name.endswith(resting):
+            assert torch.equal(value, taken[-1])
+        else:
+            torch.testing.assert_close(value, taken.mean(0), rtol=1e-5, atol=1e-7)
+            assert not torch.equal(value, taken[-1])
+
+
+def rates(run: OtaroTrainer, updates: int) -> dict[bool, list[float]]:
+    """The learning rates over a run, of the weights (False) and of the tier that rests (True)."""
+    optimizer = run.create_optimizer()
+    scheduler = run.create_scheduler(updates)
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(updates + 1):
+        for resting, seen in found.items():
+            (rate,) = {group["lr"] for group in optimizer.param_groups if group.get(average.RESTS, False) == resting}
+            seen.append(rate)
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup"])
+def test_the_rate_falls_to_its_final_value_but_for_the_narrowest_tier(schedule: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**ADAM, "method": "tiers", "lr_scheduler_type": schedule, "warmup_steps": 3}
+    plain, held = (rates(trainer(tmp_path, **options, average=share), 12) for share in (0.0, 0.5))
+    assert held[True] == plain[True]
+    assert held[False][:3] == plain[False][:3]
+    expected = [average.FINAL * 1e-3 + (1 - average.FINAL) * rate for rate in plain[False][3:]]
+    assert held[False][3:] == pytest.approx(expected)
+    assert held[False][3] == pytest.approx(1e-3)
+    if schedule != "constant_with_warmup":
+        assert held[False][-1] == pytest.approx(average.FINAL * 1e-3)
 
 
 def test_a_run_that_ends_before_the_average_begins_keeps_its_weights(tmp_path: Path) -> None:

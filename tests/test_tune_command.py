@@ -92,7 +92,14 @@ def test_early_stopping(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options, averaged, last_rate",
-    [((), 4, 0.3), (("--average", 0.8), 8, 0.3), (("--average", 0), 0, 0.0), (("--recipe", "paper"), 0, 1.0)],
+    [
+        ((), 4, 0.3),
+        (("--average", 0.8), 8, 0.3),
+        (("--average", 0), 0, 0.0),
+        (("--method", "bps"), 0, 0.0),
+        (("--method", "bps", "--average", 0.8), 8, 0.3),
+        (("--recipe", "paper"), 0, 1.0),
+    ],
 )
 def test_weights_are_averaged_and_the_schedule_goes_with_it(
     options: tuple[Any, ...], averaged: int, last_rate: float, tiny_llama: Path, book: Path, tmp_path: Path

@@ -1,24 +1,33 @@
 """The mean of the weights over the end of a run, which is what the run gives.
 
-With a learning rate that stays high, weights end somewhere around a good place; their mean over the last updates is
-nearer to it than weights that settled with a rate that fell to nothing, and the narrower a width, the more of the
-noise is its own rounding, which evens out too (docs/results.md has the trials).
+Weights that go on moving around a good place have it as their mean, and are nearer to it by that than by coming to rest
+(docs/results.md has the trials). So where weights are averaged the learning rate falls to FINAL of its highest value
+(:func:`hold_up`) and not to whatever the schedule ends with.
+
+Groups of parameters marked RESTS are left out of both. The narrowest tier is: what the others are averaged in are its
+cells, and a mean of its own weights is none of what they are rounded to.
 
 The mean lies in the optimizer's state beside each parameter's own entries, so that checkpoints have it, sharded or
-not: `keep` makes room when the optimizer first steps, `add` takes the weights in after an update, `use` puts the mean
-in their place. Which updates are taken in follows from their number alone.
+not: :func:`keep` makes room when the optimizer first steps, :func:`add` takes the weights in after an update,
+:func:`use` puts the mean in their place. Which updates are taken in follows from their number alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
+FINAL = 0.3
+"""Where the learning rate ends, as a share of its highest value."""
+RESTS = "rests"
+"""The mark of a group of parameters that comes to rest and is not averaged."""
 AVERAGE = "average"
 """The entry of a parameter's state."""
 MOST = 32
@@ -49,12 +58,25 @@ def keep(optimizer: Optimizer) -> None:
     @torch.no_grad()
     def make_room(optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in () if group.get(RESTS) else group["params"]:
                 # An optimizer takes an empty state for a parameter that it has not met.
                 if parameter.grad is not None and AVERAGE not in optimizer.state[parameter]:
                     optimizer.state[parameter][AVERAGE] = parameter.detach().clone()
 
     optimizer.register_step_post_hook(make_room)
+
+
+def hold_up(scheduler: Any, warm_up: int) -> None:
+    """Let the rates of what is averaged fall no further than to FINAL, once the warm-up is over."""
+    if isinstance(scheduler, LambdaLR):
+        for number, group in enumerate(scheduler.optimizer.param_groups):
+            if not group.get(RESTS):
+                scheduler.lr_lambdas[number] = partial(_held_up, scheduler.lr_lambdas[number], warm_up)
+
+
+def _held_up(factor: Callable[[int], float], warm_up: int, update: int) -> float:
+    found = factor(update)
+    return found if update < warm_up else FINAL + (1 - FINAL) * found
 
 
 def _both(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:

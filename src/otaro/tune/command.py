@@ -91,7 +91,9 @@ def tune(
     ] = 0.75,
     average: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Average the weights over this share of the run, at its end; 0: do not."),
+        typer.Option(
+            min=0, max=1, help="Average the weights over this share of the run, at its end; the recipe's if left out."
+        ),
     ] = None,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
@@ -125,7 +127,7 @@ def tune(
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
 ) -> None:
     """Tune a model once, so that it is good at every precision."""
-    from otaro.tune.config import WITHOUT_AVERAGE, TuneArguments
+    from otaro.tune.config import TuneArguments
     from otaro.tune.config import recipe as find_recipe
 
     work = out.with_name(f"{out.name}.tuning")
@@ -149,16 +151,16 @@ def tune(
         "embedding_floor": embedding_floor,
     }
     options = {**find_recipe(recipe), **{name: value for name, value in given.items() if value is not None}}
-    if options.get("average") and (average == 0 or early_stopping is not None):
-        options |= WITHOUT_AVERAGE
-    elif average is not None:
-        options["average"] = average
     if method is None and options["method"] == "tiers":
         reason = no_tiers(lora, options["scheme"])
         if reason is not None:
             options["method"] = "bps"
             if _is_first():
                 note(f"{reason}, so the method is bps")
+    if early_stopping is not None or options["method"] != "tiers":
+        options["average"] = 0.0
+    if average is not None:
+        options["average"] = average
     args = TuneArguments(
         **options,
         output_dir=str(work),

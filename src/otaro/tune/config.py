@@ -46,7 +46,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         metadata={"help": "How much of a tier's loss is the divergence from a wide width (tiers only)."},
     )
     average: float = field(
-        default=0.0, metadata={"help": "The share of the run, at its end, over which the weights are averaged."}
+        default=0.0, metadata={"help": "The share of the run, at its end, over which weights are averaged."}
     )
     scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
     group_size: int = field(default=64, metadata={"help": "Weights that share an exponent."})
@@ -163,8 +163,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "default": {
         "optim": "adamw_torch",
         "learning_rate": 3e-4,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": 0.3},
+        "lr_scheduler_type": "cosine",
         "average": 0.4,
         "warmup_steps": 0.03,
         "weight_decay": 0.0,
@@ -178,8 +177,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-WITHOUT_AVERAGE: dict[str, Any] = {"average": 0.0, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": None}
-"""What takes the place of a recipe's settings where the weights are not to be averaged: the rate falls to nothing."""
 
 REFERENCE_SIZE = 576
 

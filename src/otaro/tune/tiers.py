@@ -43,6 +43,7 @@ from otaro.errors import OtaroError
 from otaro.nn import FakeSefp
 from otaro.precision import WIDEST, Precision
 from otaro.sefp import Format, Tiers
+from otaro.tune.average import RESTS
 from otaro.tune.data import IGNORED
 from otaro.tune.refresh import Refresher
 
@@ -122,16 +123,18 @@ class Turn:
         self.tokens = self._accelerator.reduce(self.tokens, "sum")
 
 
-def set_narrowest_rate(optimizer: torch.optim.Optimizer, model: nn.Module, tiers: Sequence[Precision]) -> None:
-    """Give the narrower of two tiers its learning rate, in groups of parameters of its own."""
-    if len(tiers) < 2:
-        return
+def set_apart_narrowest(optimizer: torch.optim.Optimizer, model: nn.Module, tiers: Sequence[Precision]) -> None:
+    """Give the narrowest tier groups of parameters of its own: it comes to rest where the others are averaged.
+
+    As one of two tiers it also has its own learning rate.
+    """
     narrow = {id(parameter) for name, parameter in model.named_parameters() if name.endswith(f"_{tiers[0]}")}
+    rate = NARROWEST_RATE if len(tiers) > 1 else 1.0
     for group in list(optimizer.param_groups):
         own = [parameter for parameter in group["params"] if id(parameter) in narrow]
         if own:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in narrow]
-            optimizer.add_param_group({**group, "params": own, "lr": NARROWEST_RATE * group["lr"]})
+            optimizer.add_param_group({**group, "params": own, "lr": rate * group["lr"], RESTS: True})
 
 
 def has_tiers(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

@@ -51,7 +51,7 @@ from otaro.tune.tiers import (
     agreement,
     average_gradients,
     has_tiers,
-    set_narrowest_rate,
+    set_apart_narrowest,
     settle_model,
     share_gradients,
 )
@@ -147,7 +147,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         optimizer = super().create_optimizer(model)
         if self.tiers:
             if created:
-                set_narrowest_rate(optimizer, self.model if model is None else model, self.tiers)
+                set_apart_narrowest(optimizer, self.model if model is None else model, self.tiers)
             elif not has_tiers(optimizer, self.model if model is None else model):
                 raise OtaroError("the method tiers trains weights of its own: set `optim`, do not pass `optimizers`")
         if self.args.average and (created or not self._keeps_average):
@@ -165,6 +165,13 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             if isinstance(optimizer, DelayedOptimizer):
                 self.delayed = optimizer
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        created = self.lr_scheduler is None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if created and self.args.average:
+            average.hold_up(scheduler, self.args.get_warmup_steps(num_training_steps))
+        return scheduler
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """The Trainer's; what was predicted teaches the tiers."""
