@@ -378,7 +378,7 @@ def ideas(only: str) -> dict[str, Idea]:
         "18": {
             "E5M3 comes to rest": chosen(),
             "E5M4 and E5M3 come to rest": chosen(at_rest=(M4, M3)),
-            "E5M3 comes to rest, the others' rate down to 0.5, average of the last half": chosen(final=0.5, average=0.5),
+            "E5M3 comes to rest, the others down to 0.5, average of the last half": chosen(final=0.5, average=0.5),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {
