@@ -140,7 +140,7 @@ def report(arguments: argparse.Namespace) -> None:
     requests = dict(np.load(arguments.requests))
     tasks = load_tasks(requests["names"].tolist(), arguments.tasks_from)
     result: dict[str, Any] = {"files": [], "runs": {}}
-    right: dict[tuple[str, str], list[dict[str, np.ndarray]]] = {}
+    right: dict[tuple[str, str], dict[int | None, dict[str, np.ndarray]]] = {}
     seen: set[tuple[str, int | None]] = set()
     for file in arguments.scores:
         scores = np.load(file)
@@ -160,15 +160,15 @@ def report(arguments: argparse.Namespace) -> None:
             # The paper's row of fixed precision takes each width from the run made for it.
             name = name.partition(":")[0]
             if scored in scores.files:
-                right.setdefault((name, width), []).append({})
+                answers = right.setdefault((name, width), {}).setdefault(seed, {})
                 greedy = scores[scored.replace("likelihoods", "greedy")]
-                figures |= metrics(tasks, requests, scores[scored], greedy, right[name, width][-1])
+                figures |= metrics(tasks, requests, scores[scored], greedy, answers)
             result["runs"].setdefault(name, {}).setdefault(width, []).append(figures)
     result["differences"] = {
         f"tiers - {other}": {
             width: difference(right["tiers", width], right[other, width])
             for width in NAMES
-            if ("tiers", width) in right and (other, width) in right
+            if right.get(("tiers", width), {}).keys() & right.get((other, width), {}).keys()
         }
         for other in ("fp16", "fixed")
     }
@@ -179,14 +179,18 @@ def report(arguments: argparse.Namespace) -> None:
         plot(result, Path(arguments.plot))
 
 
-def difference(runs: list[dict[str, np.ndarray]], others: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """By how much the average accuracy differs, and its standard error over the documents, seeds averaged."""
+def difference(runs: dict[Any, dict[str, np.ndarray]], others: dict[Any, dict[str, np.ndarray]]) -> dict[str, Any]:
+    """By how much the average accuracy differs, and its standard error over the documents, seeds averaged.
+
+    Only seeds that both have are compared: a seed is an order of the data, which moves all runs the same way.
+    """
+    seeds = sorted(runs.keys() & others.keys())
     apart = [
-        np.mean([run[task] for run in runs], axis=0) - np.mean([run[task] for run in others], axis=0)
-        for task in runs[0]
+        np.mean([runs[seed][task].astype(float) - others[seed][task] for seed in seeds], axis=0)
+        for task in runs[seeds[0]]
     ]
     variance = sum(each.var(ddof=1) / len(each) for each in apart) / len(apart) ** 2
-    return {"mean": float(np.mean([each.mean() for each in apart])), "stderr": float(np.sqrt(variance))}
+    return {"mean": float(np.mean([each.mean() for each in apart])), "stderr": float(np.sqrt(variance)), "seeds": seeds}
 
 
 def mean(rows: list[dict[str, Any]], *names: str) -> float:

@@ -10,7 +10,9 @@ import torch
 from transformers import TrainerCallback
 from tuning import trainer
 
+from otaro.errors import OtaroError
 from otaro.tune import average
+from otaro.tune.tiers import NARROWEST_RATE
 from otaro.tune.trainer import OtaroTrainer
 
 ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3}
@@ -23,14 +25,18 @@ ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3}
         (12, 0.0, []),
         (3, 1.0, [1, 2, 3]),
         (1, 0.4, []),
+        (3, 0.4, []),
+        (5, 0.4, [4, 5]),
+        (157, 0.4, list(range(95, 158, 2))),
         (400, 0.4, list(range(245, 401, 5))),
-        (130, 0.5, list(range(66, 131, 2))),
+        (130, 0.5, list(range(67, 131, 3))),
     ],
 )
 def test_which_updates_are_taken_in(updates: int, share: float, expected: list[int]) -> None:
     places = {update: average.place(update, updates, share) for update in range(1, updates + 1)}
     assert [update for update, place in places.items() if place] == expected
     assert [place for place in places.values() if place] == list(range(1, len(expected) + 1))
+    assert len(expected) <= average.MOST
     for update in range(updates + 1):
         assert average.taken(update, updates, share) == sum(taken <= update for taken in expected)
 
@@ -120,6 +126,7 @@ def test_the_rate_falls_to_its_final_value_but_for_the_narrowest_tier(schedule: 
     expected = [average.FINAL * 1e-3 + (1 - average.FINAL) * rate for rate in plain[False][3:]]
     assert held[False][3:] == pytest.approx(expected)
     assert held[False][3] == pytest.approx(1e-3)
+    assert held[True][3] == pytest.approx(NARROWEST_RATE * 1e-3)
     if schedule != "constant_with_warmup":
         assert held[False][-1] == pytest.approx(average.FINAL * 1e-3)
 
@@ -139,16 +146,38 @@ def test_a_run_that_ends_before_the_average_begins_keeps_its_weights(tmp_path: P
     assert all(torch.equal(value, weights.seen[2][name]) for name, value in run.model.state_dict().items())
 
 
-def test_a_parameter_without_a_gradient_is_left_to_the_optimizer() -> None:
-    """An entry in its state would have Adam take it for one that it knows."""
-    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    optimizer = torch.optim.AdamW([used, unused], lr=0.1)
+def test_a_run_too_short_for_a_mean_is_as_one_without(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**ADAM, "method": "tiers", "lr_scheduler_type": "cosine"}
+    plain, short = (rates(trainer(tmp_path, **options, average=share), 3) for share in (0.0, 0.4))
+    assert short == plain
+
+
+def test_a_parameter_that_moves_late_had_its_old_value_until_then() -> None:
+    used, late = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = torch.optim.AdamW([used, late], lr=0.1, weight_decay=0)
     average.keep(optimizer)
-    used.grad = torch.ones(3)
-    optimizer.step()
-    average.add(optimizer, 1)
-    unused.grad = torch.ones(3)
-    optimizer.step()
-    average.add(optimizer, 2)
+    average.add(optimizer, 1)  # nothing has moved yet
+    for number in (2, 3, 4):
+        used.grad = torch.ones(3)
+        if number == 4:
+            late.grad = torch.ones(3)
+        optimizer.step()
+        average.add(optimizer, number)
     average.use(optimizer)
-    assert torch.isfinite(unused).all()
+    torch.testing.assert_close(used.detach(), torch.full((3,), (1 + 0.9 + 0.8 + 0.7) / 4))
+    torch.testing.assert_close(late.detach(), torch.full((3,), (1 + 1 + 1 + 0.9) / 4))
+
+
+def test_a_mean_of_held_gradients_alone(tmp_path: Path) -> None:
+    """Not one update: nothing moves, and there is nothing to average."""
+    run = trainer(tmp_path, method="otaro", widths="E5M4,E5M3", delay=10, max_steps=5, average=1.0)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.train()
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+
+
+def test_an_optimizer_without_the_tiers_groups_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, method="tiers", max_steps=5, average=0.4)
+    run.optimizer = torch.optim.AdamW(run.model.parameters())
+    with pytest.raises(OtaroError, match="groups of their own"):
+        run.train()

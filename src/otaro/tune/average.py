@@ -14,6 +14,7 @@ not: :func:`keep` makes room when the optimizer first steps, :func:`add` takes t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,7 +32,9 @@ RESTS = "rests"
 AVERAGE = "average"
 """The entry of a parameter's state."""
 MOST = 32
-"""About so many updates are taken in: more cost time and change nothing."""
+"""No more updates than these are taken in: more cost time and change nothing."""
+FEWEST = 2
+"""Where there would be fewer, the run is too short for a mean, and is as one without."""
 
 
 def place(update: int, updates: int, share: float) -> int:
@@ -47,22 +50,31 @@ def place(update: int, updates: int, share: float) -> int:
 def taken(update: int, updates: int, share: float) -> int:
     """How many are taken in once an update is done."""
     span = round(share * updates)
-    every = max(1, span // MOST)
-    in_all = -(-span // every)
-    return max(0, in_all - -(-(updates - update) // every))
+    every = max(1, math.ceil(span / MOST))
+    in_all = math.ceil(span / every)
+    return 0 if in_all < FEWEST else max(0, in_all - math.ceil((updates - update) / every))
 
 
 def keep(optimizer: Optimizer) -> None:
     """Let an optimizer have room for the mean, from its first step on."""
+    before: dict[Tensor, Tensor] = {}
 
-    @torch.no_grad()
-    def make_room(optimizer: Optimizer, *_: Any) -> None:
+    def is_new(optimizer: Optimizer) -> Iterator[Tensor]:
         for group in optimizer.param_groups:
             for parameter in () if group.get(RESTS) else group["params"]:
-                # An optimizer takes an empty state for a parameter that it has not met.
-                if parameter.grad is not None and AVERAGE not in optimizer.state[parameter]:
-                    optimizer.state[parameter][AVERAGE] = parameter.detach().clone()
+                if parameter.grad is not None and AVERAGE not in optimizer.state.get(parameter, {}):
+                    yield parameter
 
+    # A parameter that moves for the first time while others are averaged had the same value in all of them so far.
+    def remember(optimizer: Optimizer, *_: Any) -> None:
+        before.update({parameter: parameter.detach().clone() for parameter in is_new(optimizer)})
+
+    # Not sooner: an optimizer takes an empty state for a parameter that it has not met.
+    def make_room(optimizer: Optimizer, *_: Any) -> None:
+        for parameter in list(before):
+            optimizer.state[parameter][AVERAGE] = before.pop(parameter)
+
+    optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(make_room)
 
 
@@ -94,9 +106,10 @@ def _both(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def add(optimizer: Optimizer, number: int) -> None:
-    """Take the weights in, as the so-manieth."""
-    averages, weights = map(list, zip(*_both(optimizer), strict=True))
-    torch._foreach_lerp_(averages, weights, 1 / number)
+    """Take the weights in; `number` says which one of those taken in this is, counted from 1."""
+    both = list(_both(optimizer))
+    if both:
+        torch._foreach_lerp_([average for average, _ in both], [weight for _, weight in both], 1 / number)
 
 
 @torch.no_grad()

@@ -92,7 +92,10 @@ def tune(
     average: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="Average the weights over this share of the run, at its end; the recipe's if left out."
+            min=0,
+            max=1,
+            help="Average the weights over this last share of the run, their learning rate staying higher; 0: take the "
+            "last ones. Left out: the recipe's with tiers, 0 with other methods and with --early-stopping.",
         ),
     ] = None,
     lora: Annotated[

@@ -76,7 +76,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         if not 0 <= self.average <= 1:
             raise OtaroError(f"an average over {self.average} of the run is no share: choose from 0 to 1")
         if self.average and self.load_best_model_at_end:
-            raise OtaroError("a run gives its best checkpoint or an average of its weights, not both: set one of them")
+            raise OtaroError("a run gives its best checkpoint or an average of its weights, not both: set average to 0")
         _ = self.path_widths, self.ultra_low_widths, self.tier_widths, self.format, self.floor
         self.make_path()
         super().__post_init__()

@@ -150,6 +150,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 set_apart_narrowest(optimizer, self.model if model is None else model, self.tiers)
             elif not has_tiers(optimizer, self.model if model is None else model):
                 raise OtaroError("the method tiers trains weights of its own: set `optim`, do not pass `optimizers`")
+            elif self.args.average and not any(group.get(average.RESTS) for group in optimizer.param_groups):
+                raise OtaroError("tiers are averaged by groups of their own: set `optim`, or `average` to 0")
         if self.args.average and (created or not self._keeps_average):
             average.keep(optimizer)
             self._keeps_average = True
@@ -169,7 +171,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         created = self.lr_scheduler is None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if created and self.args.average:
+        if created and average.taken(num_training_steps, num_training_steps, self.args.average):
             average.hold_up(scheduler, self.args.get_warmup_steps(num_training_steps))
         return scheduler
 
