@@ -112,6 +112,13 @@ def test_weights_are_averaged_and_the_schedule_goes_with_it(
     assert last["learning_rate"] == pytest.approx(last_rate, abs=0.05)
 
 
+def test_adapters_can_be_averaged(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    out = tmp_path / "tuned"
+    command(tiny_llama, out, *short(book, 10), "--lora", 2, "--average", 0.5)
+    assert json.loads((out / "tune.json").read_text())["averaged_updates"] == 5
+
+
 def test_early_stopping_and_an_average_exclude_each_other(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
     with pytest.raises(OtaroError, match="--average"):
         command(
