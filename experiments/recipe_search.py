@@ -12,6 +12,7 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -395,19 +396,22 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     train = torch.from_numpy(common.tokens_of(Path(arguments.train), arguments.model)).long().to(device)
     valid = torch.from_numpy(common.tokens_of(Path(arguments.valid), arguments.model)).long().to(device)
-    window = 2048
+    window = arguments.window
     valid = valid[: arguments.windows * window]
     if arguments.quick:
         arguments.steps, arguments.batch, arguments.length, window = 2, 2, 128, 256
         valid = valid[:window]
     blocks = train[: len(train) // arguments.length * arguments.length].view(-1, arguments.length)
-    settings = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "windows", "seed", "round")}
+    names = ("steps", "batch", "length", "window", "windows", "seed", "round", "learning_rate")
+    settings = {name: getattr(arguments, name) for name in names}
     result: dict[str, Any] = {"settings": settings, "machine": common.machine(), "rows": {}}
     lab = Lab(arguments.model, device, compiled=device.type == "cuda")
     share, shares = map(int, arguments.share.split("/"))
     for number, (name, idea) in enumerate(ideas(arguments.round).items()):
         if number % shares != share - 1 or (arguments.only and arguments.only not in name):
             continue
+        if arguments.learning_rate:
+            idea = replace(idea, learning_rate=arguments.learning_rate)
         row = lab.tune(idea, blocks, arguments.steps, arguments.batch, arguments.seed)
         started = time.perf_counter()
         row["valid"] = lab.perplexity(valid, [M8, M5, M4, M3], idea.format, window)
@@ -431,7 +435,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--windows", type=int, default=64, help="windows of 2048 tokens to measure on")
+    parser.add_argument("--window", type=int, default=2048, help="tokens that are measured together")
+    parser.add_argument("--windows", type=int, default=64, help="how many windows to measure on")
+    parser.add_argument("--learning-rate", type=float, help="another one than each row's own, for another model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the results there, after every row")
     parser.add_argument("--quick", action="store_true", help="two small updates each, for a look")
