@@ -90,21 +90,17 @@ def run(arguments: argparse.Namespace) -> None:
         found = lab.perplexity(held.flatten(), [None], REFINED5, arguments.length, 64, aims.flatten())
         rates[rate] = found["full"]
         print(f"fp16 at {rate}: perplexity of held-back answers {rates[rate]:.3f}", flush=True)
-    rate = min(tried, key=lambda rate: rates.get(rate, 0.0))
-    wanted = [(int(seed), name) for seed in arguments.seeds.split(",") for name in ideas(float(rate))]
+    rate = float(min(tried, key=lambda rate: rates.get(rate, 0.0)))
+    machine = common.machine()
     scores: dict[str, Any] = {}
-    for seed, name in wanted:
+    wanted = [(int(seed), name, run) for seed in arguments.seeds.split(",") for name, run in ideas(rate).items()]
+    for seed, name, (idea, widths) in wanted:
         if arguments.only and name not in arguments.only.split(","):
             continue
-        settings = {**{each: getattr(arguments, each) for each in ("steps", "batch", "length")}, "seed": seed}
-        about = {
-            "machine": common.machine(),
-            "settings": {**settings, "learning_rate": float(rate)},
-            "learning_rates": rates,
-        }
-        if scores.get("settings") != json.dumps(about["settings"]):
+        settings = {**{each: getattr(arguments, each) for each in SETTINGS[:3]}, "seed": seed, "learning_rate": rate}
+        if scores.get("settings") != json.dumps(settings):
+            about = {"machine": machine, "settings": settings, "learning_rates": rates}
             scores = {key: json.dumps(value) for key, value in about.items()}
-        idea, widths = ideas(float(rate))[name]
         if idea is None:
             lab.reset(REFINED5)
             took = {"seconds": 0.0}
@@ -218,8 +214,9 @@ def show(result: dict[str, Any]) -> None:
         for name in ("before tuning", "fp16", "fixed", "tiers"):
             row = having(needed, result["runs"].get(name, {}))
             cells = [cell(row[width]) if width in row else "" for width in NAMES]
-            seeds = max((len(found) for found in row.values()), default=0)
-            print(f"| {name}{f', mean of {seeds}' if seeds > 1 else ''} | {' | '.join(cells)} |")
+            counts = sorted({len(found) for found in row.values()})
+            seeds = f", mean of {' to '.join(map(str, counts))}" if counts[-1:] > [1] else ""
+            print(f"| {name}{seeds} | {' | '.join(cells)} |")
         if needed == "average":
             for name, row in result["differences"].items():
                 cells = [

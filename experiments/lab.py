@@ -73,8 +73,8 @@ class Idea:
     """The widths with weights of their own, narrowest first (see `otaro.tune.tiers`)."""
     mixed: tuple[tuple[Precision, Precision, float], ...] = ()
     """(from, to, share): the tier `to` also gets this share of the gradient of the tier `from`."""
-    tier_rates: tuple[tuple[Precision, float | tuple[float, float]], ...] = ()
-    """(tier, multiple of the learning rate, or the first and the last one), where it is not 1."""
+    tier_rates: tuple[tuple[Precision, float], ...] = ()
+    """(tier, multiple of the learning rate), where it is not 1."""
     shares: tuple[tuple[Precision, float], ...] = ()
     """(tier, share of the weight's gradient): what `otaro.tune.tiers.share_gradients` does."""
     by_agreement: bool = False
@@ -433,7 +433,7 @@ class Lab:
             inner = torch.optim.SGD(parameters, lr=idea.learning_rate)
         else:
             fused = self.device.type == "cuda"
-            rates: list[tuple[Precision | None, float | tuple[float, float]]] = [(None, 1.0)]
+            rates: list[tuple[Precision | None, float]] = [(None, 1.0)]
             rates += [(width, dict(idea.tier_rates).get(width, 1.0)) for width in idea.tiers]
             groups = [
                 {"params": [each for each in parameters if width_of.get(id(each)) == of], "rate": rate, "tier": of}
@@ -467,11 +467,8 @@ class Lab:
             if idea.schedule == "linear":
                 faded = 1 - number / steps
             for group in inner.param_groups:
-                rate = group.get("rate", 1.0)
-                if isinstance(rate, tuple):
-                    rate = rate[0] + (rate[1] - rate[0]) * number / steps
                 final = 0.0 if group.get("tier") in idea.at_rest else idea.final
-                group["lr"] = idea.learning_rate * warm * (final + (1 - final) * faded) * rate
+                group["lr"] = idea.learning_rate * warm * (final + (1 - final) * faded) * group.get("rate", 1.0)
             chosen = order[number * batch : (number + 1) * batch]
             ids = blocks[chosen]
             aims = ids if targets is None else targets[chosen]
