@@ -96,8 +96,9 @@ class Idea:
     schedule: str = "cosine"
     final: float = 0.0
     """Where the schedule ends, as a share of the learning rate."""
-    at_rest: tuple[Precision, ...] = ()
-    """Tiers whose rate falls to nothing all the same, and which are not averaged."""
+    at_rest: tuple[Precision | str, ...] = ()
+    """Tiers whose rate falls to nothing all the same, and which are not averaged; "floored": the narrowest tiers of
+    embeddings and head too, which the narrowest width computes with; "norms": what has no tiers, too."""
     sgd: bool = False
 
 
@@ -406,6 +407,18 @@ class Lab:
             apart = (free != bound).to(of[wide].grad.dtype)
             of[narrow].grad.addcmul_(apart, of[wide].grad)
 
+    def _kinds(self, width_of: dict[int, Precision]) -> dict[int, tuple[Precision | None, str]]:
+        """Of every parameter the tier it is, and what comes to rest with it; see `Idea.at_rest`."""
+        floored = {id(tier) for layer in self.floored for of in layer.tiers.values() for _, tier in of[:1]}
+        own = {id(layer.weight) for layer in self.layers}
+        return {
+            id(each): (
+                width_of.get(id(each)),
+                "floored" if id(each) in floored else "" if id(each) in own | width_of.keys() else "norms",
+            )
+            for each in self.model.parameters()
+        }
+
     def tune(
         self, idea: Idea, blocks: Tensor, steps: int, batch: int, seed: int, targets: Tensor | None = None
     ) -> dict[str, Any]:
@@ -433,11 +446,15 @@ class Lab:
             inner = torch.optim.SGD(parameters, lr=idea.learning_rate)
         else:
             fused = self.device.type == "cuda"
-            rates: list[tuple[Precision | None, float]] = [(None, 1.0)]
-            rates += [(width, dict(idea.tier_rates).get(width, 1.0)) for width in idea.tiers]
+            kinds = self._kinds(width_of)
             groups = [
-                {"params": [each for each in parameters if width_of.get(id(each)) == of], "rate": rate, "tier": of}
-                for of, rate in rates
+                {
+                    "params": [each for each in parameters if kinds[id(each)] == kind],
+                    "rate": dict(idea.tier_rates).get(kind[0], 1.0) if kind[0] else 1.0,
+                    "tier": kind[0],
+                    "rests": kind[0] in idea.at_rest or kind[1] in idea.at_rest,
+                }
+                for kind in dict.fromkeys(kinds.values())
             ]
             inner = torch.optim.AdamW(groups, lr=idea.learning_rate, betas=idea.betas, weight_decay=0, fused=fused)
         ultra_low = [Precision.E5M4, Precision.E5M3]
@@ -451,8 +468,7 @@ class Lab:
             before_tuning = self.measure(blocks[chosen], aims, idea.format)
             shares = before_tuning.shares
         averaged: list[Tensor] = []
-        moving = [parameter for group in inner.param_groups for parameter in group["params"]]
-        moving = [each for each in moving if width_of.get(id(each)) not in idea.at_rest]
+        moving = [each for group in inner.param_groups if not group.get("rests") for each in group["params"]]
         own_gradients: dict[Precision, list[Tensor]] = {}
         losses: dict[Precision | None, float] = {}
         widths: dict[str, int] = {}
@@ -467,7 +483,7 @@ class Lab:
             if idea.schedule == "linear":
                 faded = 1 - number / steps
             for group in inner.param_groups:
-                final = 0.0 if group.get("tier") in idea.at_rest else idea.final
+                final = 0.0 if group.get("rests") else idea.final
                 group["lr"] = idea.learning_rate * warm * (final + (1 - final) * faded) * group.get("rate", 1.0)
             chosen = order[number * batch : (number + 1) * batch]
             ids = blocks[chosen]
@@ -499,8 +515,8 @@ class Lab:
                 before = [layer.weight.detach().clone() for layer in self.layers] if idea.carried else []
                 rest = [
                     (parameter, parameter.grad)
-                    for group in inner.param_groups[1:]
-                    if idea.resting and group["tier"] not in {step.width for step in part}
+                    for group in inner.param_groups
+                    if idea.resting and group["tier"] and group["tier"] not in {step.width for step in part}
                     for parameter in group["params"]
                 ]
                 for parameter, _ in rest:

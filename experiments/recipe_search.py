@@ -179,10 +179,11 @@ def chosen(
     high: Sequence[Precision] = (M8, M8, M5),
     early: Sequence[Precision] | None = None,
     blocks: int = 12,
+    later: Sequence[Precision] = (M4, M4, M4, M3),
     **options: Any,
 ) -> Idea:
     """What came out of the rounds: `--recipe default`, in batches of 16."""
-    first, then = turns(early or high, teacher=0.75), turns(high, (M4, M4, M4, M3), teacher=0.75, blocks=blocks)
+    first, then = turns(early or high, teacher=0.75), turns(high, later, teacher=0.75, blocks=blocks)
     options = {
         "by_agreement": "shares" not in options,
         "tier_rates": ((M3, 1.4),),
@@ -380,6 +381,14 @@ def ideas(only: str) -> dict[str, Idea]:
             "E5M3 comes to rest": chosen(),
             "E5M4 and E5M3 come to rest": chosen(at_rest=(M4, M3)),
             "E5M3 comes to rest, the others down to 0.5, average of the last half": chosen(final=0.5, average=0.5),
+        },
+        "19": {
+            "in turns to the end": chosen(later=(M4, M3)),
+            "in turns to the end, what E5M3 computes with comes to rest": chosen(
+                later=(M4, M3), at_rest=(M3, "floored")
+            ),
+            "the same, on 10": chosen(later=(M4, M3), at_rest=(M3, "floored"), blocks=10),
+            "E5M3 comes to rest": chosen(),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {
