@@ -98,7 +98,7 @@ class Idea:
     """Where the schedule ends, as a share of the learning rate."""
     at_rest: tuple[Precision | str, ...] = ()
     """Tiers whose rate falls to nothing all the same, and which are not averaged; "floored": the narrowest tiers of
-    embeddings and head too, which the narrowest width computes with; "norms": what has no tiers, too."""
+    embeddings and head too, "norms": what has no tiers, since the narrowest width computes with them."""
     sgd: bool = False
 
 
@@ -336,8 +336,12 @@ class Lab:
         cosines: dict[Precision, float] = {}
         losses: dict[Precision, float] = {}
         for width in (Precision.E5M5, Precision.E5M8, *reversed(self.widths_of_tiers)):
-            self.use(width, self.trained, format)
-            losses[width] = float(self._compute(ids, targets, None, Pass(width))[0])
+            if width in self.widths_of_tiers:
+                self.use(width, self.trained, format)
+                losses[width] = float(self._compute(ids, targets, None, Pass(width))[0])
+            else:  # a pass of the run to come
+                found, _ = self.passes(ids, targets, [Pass(width)], format)
+                losses[width] = float(found[width])
             if width == Precision.E5M5:
                 self.model.zero_grad(set_to_none=False)
             cosines = {**agreement(self.model), **cosines}

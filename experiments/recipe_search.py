@@ -114,16 +114,20 @@ def turns(
     teacher: float = 0.5,
     blocks: int | None = None,
     weight: float = 1.0,
+    rested: float = 1.0,
 ) -> Any:
-    """A high width, in turns, and in turns the low ones, on the whole batch or on its first blocks."""
+    """A high width, in turns, and in turns the low ones, on the whole batch or on its first blocks.
+
+    After the share `rested` of the updates E5M3's turns are left out.
+    """
 
     def plan(number: int, steps: int, losses: Any) -> Sequence[Pass]:
         part = slice(0, blocks)
         width = low[number % len(low)]
-        return [
-            Pass(high[number % len(high)]),
-            Pass(width, weight=weight, labels=1 - teacher, teacher=teacher, part=part),
-        ]
+        wide = Pass(high[number % len(high)])
+        if width == M3 and number >= rested * steps:
+            return [wide]
+        return [wide, Pass(width, weight=weight, labels=1 - teacher, teacher=teacher, part=part)]
 
     return plan
 
@@ -162,8 +166,14 @@ SHARES = ((M4, 0.5), (M3, 0.15))
 FASTER = ((M4, 1.4), (M3, 1.4))
 TWICE = (M4, M3, M4)
 BOTH = (M8, M8, M5, M5)  # with E5M4 and E5M3 in turns every pair of them
+ALL = (M3, "floored", "norms")  # that E5M3 computes with
 UNIFORM = dict.fromkeys(Precision, 1.0)
-TO_NOTHING: dict[str, Any] = {"final": 0.0, "average": 0.0}  # the learning rate; the last weights are the result
+THRICE: dict[str, Any] = {"later": (M4, M4, M4, M3), "rested": 1.0}  # E5M4 has three turns of four in the second half
+TO_NOTHING: dict[str, Any] = {
+    **THRICE,
+    "final": 0.0,
+    "average": 0.0,
+}  # the learning rate; the last weights are the result
 
 
 def tiers(plan: Any = None, learning_rate: float = 3e-4, **options: Any) -> Idea:
@@ -178,18 +188,20 @@ def chosen(
     learning_rate: float = 3e-4,
     high: Sequence[Precision] = (M8, M8, M5),
     early: Sequence[Precision] | None = None,
-    blocks: int = 12,
-    later: Sequence[Precision] = (M4, M4, M4, M3),
+    blocks: int = 11,
+    later: Sequence[Precision] = (M4, M3),
+    rested: float = 1.0,
     **options: Any,
 ) -> Idea:
     """What came out of the rounds: `--recipe default`, in batches of 16."""
-    first, then = turns(early or high, teacher=0.75), turns(high, later, teacher=0.75, blocks=blocks)
+    first = turns(early or high, teacher=0.75)
+    then = turns(high, later, teacher=0.75, blocks=blocks, rested=rested)
     options = {
         "by_agreement": "shares" not in options,
         "tier_rates": ((M3, 1.4),),
         "final": FINAL,
         "average": 0.4,
-        "at_rest": (M3,),
+        "at_rest": ALL,
         **options,
     }
     return tiers(fading(0.5, first, then), learning_rate, **options)
@@ -355,8 +367,8 @@ def ideas(only: str) -> dict[str, Idea]:
             "chosen, shares 2 and 1": chosen(high=(M8,), shares=((M4, 2.0), (M3, 1.0)), **TO_NOTHING),
         },
         "14": {
-            "E5M8 twice, E5M5, then on 10": chosen(blocks=10, **TO_NOTHING),
-            "E5M8, E5M6, E5M5, then on 10": chosen(high=(M8, M6, M5), blocks=10, **TO_NOTHING),
+            "E5M8 twice, E5M5, then on 10": chosen(**{**TO_NOTHING, "blocks": 10}),
+            "E5M8, E5M6, E5M5, then on 10": chosen(high=(M8, M6, M5), **{**TO_NOTHING, "blocks": 10}),
         },
         "15": {
             "chosen": chosen(**TO_NOTHING),
@@ -364,31 +376,36 @@ def ideas(only: str) -> dict[str, Idea]:
             "E5M5 every other time in the second half": chosen(early=(M8,), high=(M8, M5), **TO_NOTHING),
         },
         "16": {
-            "constant rate, average of the last half": chosen(schedule="constant", average=0.5, at_rest=()),
-            "rate down to 0.3, average of the last 0.4": chosen(final=0.3, average=0.4, at_rest=()),
+            "constant rate, average of the last half": chosen(**THRICE, schedule="constant", average=0.5, at_rest=()),
+            "rate down to 0.3, average of the last 0.4": chosen(**THRICE, final=0.3, average=0.4, at_rest=()),
         },
         "17": {
-            "down to 0.15, average of the last 0.4": chosen(final=0.15, average=0.4, at_rest=()),
-            "down to 0.3, average of the last 0.6": chosen(final=0.3, average=0.6, at_rest=()),
+            "down to 0.15, average of the last 0.4": chosen(**THRICE, final=0.15, average=0.4, at_rest=()),
+            "down to 0.3, average of the last 0.6": chosen(**THRICE, final=0.3, average=0.6, at_rest=()),
             "without E5M5, down to 0.3, average of the last 0.4": chosen(
-                high=(M8,), final=0.3, average=0.4, at_rest=()
+                **THRICE, high=(M8,), final=0.3, average=0.4, at_rest=()
             ),
             "tiers rest without a turn, down to 0.3, average of the last 0.4": chosen(
-                resting=True, final=0.3, average=0.4, at_rest=()
+                **THRICE, resting=True, final=0.3, average=0.4, at_rest=()
             ),
         },
         "18": {
-            "E5M3 comes to rest": chosen(),
-            "E5M4 and E5M3 come to rest": chosen(at_rest=(M4, M3)),
-            "E5M3 comes to rest, the others down to 0.5, average of the last half": chosen(final=0.5, average=0.5),
+            "E5M3 comes to rest": chosen(**THRICE, at_rest=(M3,)),
+            "E5M4 and E5M3 come to rest": chosen(**THRICE, at_rest=(M4, M3)),
+            "E5M3 comes to rest, the others down to 0.5, average of the last half": chosen(
+                **THRICE, final=0.5, average=0.5, at_rest=(M3,)
+            ),
         },
         "19": {
-            "in turns to the end": chosen(later=(M4, M3)),
-            "in turns to the end, what E5M3 computes with comes to rest": chosen(
-                later=(M4, M3), at_rest=(M3, "floored")
-            ),
-            "the same, on 10": chosen(later=(M4, M3), at_rest=(M3, "floored"), blocks=10),
-            "E5M3 comes to rest": chosen(),
+            "in turns to the end": chosen(blocks=12, at_rest=(M3,)),
+            "in turns to the end, what E5M3 computes with comes to rest": chosen(blocks=12, at_rest=ALL[:2]),
+            "the same, on 10": chosen(blocks=10, at_rest=ALL[:2]),
+            "E5M3 comes to rest": chosen(**THRICE, at_rest=(M3,)),
+        },
+        "20": {
+            "chosen": chosen(),
+            "norms averaged": chosen(at_rest=ALL[:2]),
+            "without E5M3's last turns": chosen(rested=0.85),
         },
         # 400 updates; the low widths later, and on more blocks then.
         "9": {
@@ -438,7 +455,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, a GGUF file or a Hugging Face folder")
     parser.add_argument("--train", required=True, help="WikiText-2's wiki.train.tokens, or its token ids as .npy")
     parser.add_argument("--valid", required=True, help="WikiText-2's wiki.valid.tokens, or its token ids as .npy")
-    parser.add_argument("--round", default="18", help="which round of ideas; the last if left out")
+    parser.add_argument("--round", default="20", help="which round of ideas; the last if left out")
     parser.add_argument("--only", help="rows whose name holds this text")
     parser.add_argument("--share", default="1/1", help="2/3: the second of three processes that share the rows")
     parser.add_argument("--steps", type=int, default=400)

@@ -75,9 +75,15 @@ def test_a_run_gives_the_mean_of_its_last_weights(options: dict[str, Any], tmp_p
             assert not torch.equal(value, taken[-1])
 
 
-@pytest.mark.parametrize("widths, resting", [("all", "_E5M3"), ("E5M8,E5M4", "_E5M4")])
+@pytest.mark.parametrize(
+    "widths, resting",
+    [
+        ("all", ("_E5M3", "tokens.weight_E5M4", "head.weight_E5M4", "norm.weight")),
+        ("E5M8,E5M4", ("_E5M4", "norm.weight")),
+    ],
+)
 def test_tiers_are_averaged_before_they_are_settled_but_the_narrowest_rests(
-    widths: str, resting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    widths: str, resting: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import otaro.tune.trainer as module
 
@@ -104,14 +110,16 @@ def test_tiers_are_averaged_before_they_are_settled_but_the_narrowest_rests(
 
 
 def rates(run: OtaroTrainer, updates: int) -> dict[bool, list[float]]:
-    """The learning rates over a run, of the weights (False) and of the tier that rests (True)."""
+    """The learning rates over a run, of the weights (False) and of what rests (True)."""
     optimizer = run.create_optimizer()
     scheduler = run.create_scheduler(updates)
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(updates + 1):
         for resting, seen in found.items():
-            (rate,) = {group["lr"] for group in optimizer.param_groups if group.get(average.RESTS, False) == resting}
-            seen.append(rate)
+            of = [group["lr"] for group in optimizer.param_groups if group.get(average.RESTS, False) == resting]
+            seen.append(max(of))
+            # Of what rests, embeddings, head and norms have a rate that is not raised.
+            assert min(of) == pytest.approx(max(of) / (NARROWEST_RATE if resting else 1.0))
         optimizer.step()
         scheduler.step()
     return found

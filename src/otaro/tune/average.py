@@ -4,8 +4,8 @@ Weights that go on moving around a good place have it as their mean, and are nea
 (docs/results.md has the trials). So where weights are averaged the learning rate falls to FINAL of its highest value
 (:func:`hold_up`) and not to whatever the schedule ends with.
 
-Groups of parameters marked RESTS are left out of both. The narrowest tier is: what the others are averaged in are its
-cells, and a mean of its own weights is none of what they are rounded to.
+Groups of parameters marked RESTS are left out of both. With tiers that is what the narrowest width computes with: what
+the others are averaged in are its cells, and a mean of its own weights is none of what they are rounded to.
 
 The mean lies in the optimizer's state beside each parameter's own entries, so that checkpoints have it, sharded or
 not: :func:`keep` makes room when the optimizer first steps, :func:`add` takes the weights in after an update,

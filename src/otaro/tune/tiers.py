@@ -11,9 +11,8 @@ When tuning ends, :func:`settle` makes ordinary weights of the tiers: ones whose
 every width. They are saved and packed like any others, and nothing of the tiers is left.
 
 An update goes through its sequences at a wide width (`otaro.tune.path.TieredPath` says which), then at that of one
-tier, which learns from those predictions (:class:`Turn`). In the first half of a run the tiers take turns. In the
-second half the wider one has three turns of four, on three quarters of the sequences: the narrow one's cells should
-come to rest before the wider one does.
+tier, which learns from those predictions (:class:`Turn`). The tiers take turns, in the second half of a run on two
+thirds of the sequences, which is cheaper and hardly worse.
 
 Most of what there is to learn is the same at every width, and the wide ones have every turn. So a tier also takes a
 share of their gradient: the more, the more its own has in common with it before the first update (:func:`agreement`).
@@ -57,8 +56,8 @@ SHARE_DIVISOR = 8.0
 NARROWEST_RATE = 1.4
 """The learning rate of the narrower of two tiers, which has fewer turns, as a multiple."""
 LATER = 0.5
-"""The share of a run after which the wider of two tiers has LATER_TURNS of OF_FOUR, and tiers as many sequences."""
-LATER_TURNS, OF_FOUR = 3, 4
+"""The share of a run after which tiers go through LATER_SEQUENCES of every OF_THREE only."""
+LATER_SEQUENCES, OF_THREE = 2, 3
 
 
 def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision = WIDEST) -> None:
@@ -103,8 +102,6 @@ class Turn:
     ) -> None:
         self._late = update >= LATER * updates
         self.width = tiers[-1 - update % len(tiers)]
-        if self._late:
-            self.width = tiers[-1] if update % OF_FOUR < LATER_TURNS else tiers[0]
         self._batch_size = batch_size
         self._accelerator = accelerator
         self.tokens = torch.zeros((), dtype=torch.int64, device=accelerator.device)
@@ -113,7 +110,7 @@ class Turn:
     def rows(self, number: int, size: int) -> list[int]:
         """Those of the n-th micro-batch, which holds so many."""
         first = (number * self._accelerator.num_processes + self._accelerator.process_index) * self._batch_size
-        return [row for row in range(size) if not self._late or (first + row) % OF_FOUR < LATER_TURNS]
+        return [row for row in range(size) if not self._late or (first + row) % OF_THREE < LATER_SEQUENCES]
 
     def count(self, batches: Sequence[Any]) -> None:
         """Learn what an update consists of."""
@@ -124,17 +121,31 @@ class Turn:
 
 
 def set_apart_narrowest(optimizer: torch.optim.Optimizer, model: nn.Module, tiers: Sequence[Precision]) -> None:
-    """Give the narrowest tier groups of parameters of its own: it comes to rest where the others are averaged.
+    """Give what the narrowest width computes with groups of parameters of its own: it comes to rest where the others
+    are averaged. It is the narrowest tier of every weight, and what has no tiers.
 
-    As one of two tiers it also has its own learning rate.
+    The narrower of two tiers also has its own learning rate. Embeddings, where a floor leaves them the wider one only,
+    have not.
     """
-    narrow = {id(parameter) for name, parameter in model.named_parameters() if name.endswith(f"_{tiers[0]}")}
-    rate = NARROWEST_RATE if len(tiers) > 1 else 1.0
+    averaged: set[int] = set()
+    faster: set[int] = set()
+    for module in model.modules():
+        for name, ((width, narrow), *wider) in module.tiers.items() if isinstance(module, FakeSefp) else ():
+            averaged.update(id(parameter) for parameter in (module._parameters[name], *(tier for _, tier in wider)))
+            if width == tiers[0] and len(tiers) > 1:
+                faster.add(id(narrow))
     for group in list(optimizer.param_groups):
-        own = [parameter for parameter in group["params"] if id(parameter) in narrow]
-        if own:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in narrow]
-            optimizer.add_param_group({**group, "params": own, "lr": rate * group["lr"], RESTS: True})
+        parts: dict[bool | None, list[Tensor]] = {}
+        for parameter in group["params"]:
+            parts.setdefault(None if id(parameter) in averaged else id(parameter) in faster, []).append(parameter)
+        group["params"] = parts.pop(None, [])
+        given = {**group}
+        for is_faster, resting in parts.items():
+            changed = {"params": resting, "lr": (NARROWEST_RATE if is_faster else 1.0) * given["lr"], RESTS: True}
+            if group["params"]:
+                optimizer.add_param_group({**given, **changed})
+            else:
+                group.update(changed)
 
 
 def has_tiers(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
