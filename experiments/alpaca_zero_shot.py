@@ -161,11 +161,12 @@ def report(arguments: argparse.Namespace) -> None:
                 figures |= metrics(tasks, requests, scores[scored], greedy, answers)
             result["runs"].setdefault(name, {}).setdefault(width, []).append(figures)
     result["differences"] = {
-        f"tiers - {other}": {
-            width: difference(right["tiers", width], right[other, width])
+        f"tiers - {other}{note}": {
+            width: difference(right["tiers", width], right[other, width], without)
             for width in NAMES
             if right.get(("tiers", width), {}).keys() & right.get((other, width), {}).keys()
         }
+        for note, without in (("", ""), (", without BoolQ", "boolq"))
         for other in ("fp16", "fixed")
     }
     show(result)
@@ -175,15 +176,19 @@ def report(arguments: argparse.Namespace) -> None:
         plot(result, Path(arguments.plot))
 
 
-def difference(runs: dict[Any, dict[str, np.ndarray]], others: dict[Any, dict[str, np.ndarray]]) -> dict[str, Any]:
+def difference(
+    runs: dict[Any, dict[str, np.ndarray]], others: dict[Any, dict[str, np.ndarray]], without: str = ""
+) -> dict[str, Any]:
     """By how much the average accuracy differs, and its standard error over the documents, seeds averaged.
 
-    Only seeds that both have are compared: a seed is an order of the data, which moves all runs the same way.
+    Only seeds that both have are compared: a seed is an order of the data, which moves all runs the same way. `without`
+    is a task to leave out.
     """
     seeds = sorted(runs.keys() & others.keys())
     apart = [
         np.mean([runs[seed][task].astype(float) - others[seed][task] for seed in seeds], axis=0)
         for task in runs[seeds[0]]
+        if task != without
     ]
     variance = sum(each.var(ddof=1) / len(each) for each in apart) / len(apart) ** 2
     return {"mean": float(np.mean([each.mean() for each in apart])), "stderr": float(np.sqrt(variance)), "seeds": seeds}

@@ -414,7 +414,7 @@ class Lab:
     def _kinds(self, width_of: dict[int, Precision]) -> dict[int, tuple[Precision | None, str]]:
         """Of every parameter the tier it is, and what comes to rest with it; see `Idea.at_rest`."""
         floored = {id(tier) for layer in self.floored for of in layer.tiers.values() for _, tier in of[:1]}
-        own = {id(layer.weight) for layer in self.layers}
+        own = {id(layer._parameters[name]) for layer in self.layers for name in layer.tiers}
         return {
             id(each): (
                 width_of.get(id(each)),
