@@ -220,7 +220,8 @@ def show(result: dict[str, Any]) -> None:
             row = having(needed, result["runs"].get(name, {}))
             cells = [cell(row[width]) if width in row else "" for width in NAMES]
             counts = sorted({len(found) for found in row.values()})
-            seeds = f", mean of {' to '.join(map(str, counts))}" if counts[-1:] > [1] else ""
+            spans = " to ".join(dict.fromkeys(str(each) for each in (*counts[:1], *counts[-1:])))
+            seeds = f", mean of {spans}" if counts[-1:] > [1] else ""
             print(f"| {name}{seeds} | {' | '.join(cells)} |")
         if needed == "average":
             for name, row in result["differences"].items():
