@@ -168,12 +168,11 @@ TWICE = (M4, M3, M4)
 BOTH = (M8, M8, M5, M5)  # with E5M4 and E5M3 in turns every pair of them
 ALL = (M3, "floored", "norms")  # that E5M3 computes with
 UNIFORM = dict.fromkeys(Precision, 1.0)
-THRICE: dict[str, Any] = {"later": (M4, M4, M4, M3), "rested": 1.0}  # E5M4 has three turns of four in the second half
-TO_NOTHING: dict[str, Any] = {
-    **THRICE,
-    "final": 0.0,
-    "average": 0.0,
-}  # the learning rate; the last weights are the result
+# The second half of earlier forms of the recipe: three turns of four for E5M4, on 12 blocks.
+THRICE: dict[str, Any] = {"later": (M4, M4, M4, M3), "blocks": 12}
+# The learning rate falls to nothing, the last weights are the result.
+TO_NOTHING: dict[str, Any] = {"final": 0.0, "average": 0.0}
+EARLIER = {**THRICE, **TO_NOTHING}
 
 
 def tiers(plan: Any = None, learning_rate: float = 3e-4, **options: Any) -> Idea:
@@ -362,18 +361,18 @@ def ideas(only: str) -> dict[str, Idea]:
             ),
         },
         "13": {
-            "chosen, shares by agreement": chosen(high=(M8,), **TO_NOTHING),
-            "chosen, shares by agreement, E5M8 twice, E5M5": chosen(**TO_NOTHING),
-            "chosen, shares 2 and 1": chosen(high=(M8,), shares=((M4, 2.0), (M3, 1.0)), **TO_NOTHING),
+            "chosen, shares by agreement": chosen(high=(M8,), **EARLIER),
+            "chosen, shares by agreement, E5M8 twice, E5M5": chosen(**EARLIER),
+            "chosen, shares 2 and 1": chosen(high=(M8,), shares=((M4, 2.0), (M3, 1.0)), **EARLIER),
         },
         "14": {
-            "E5M8 twice, E5M5, then on 10": chosen(**{**TO_NOTHING, "blocks": 10}),
-            "E5M8, E5M6, E5M5, then on 10": chosen(high=(M8, M6, M5), **{**TO_NOTHING, "blocks": 10}),
+            "E5M8 twice, E5M5, then on 10": chosen(**{**EARLIER, "blocks": 10}),
+            "E5M8, E5M6, E5M5, then on 10": chosen(high=(M8, M6, M5), **{**EARLIER, "blocks": 10}),
         },
         "15": {
-            "chosen": chosen(**TO_NOTHING),
-            "E5M5 in the second half": chosen(early=(M8,), **TO_NOTHING),
-            "E5M5 every other time in the second half": chosen(early=(M8,), high=(M8, M5), **TO_NOTHING),
+            "chosen": chosen(**EARLIER),
+            "E5M5 in the second half": chosen(early=(M8,), **EARLIER),
+            "E5M5 every other time in the second half": chosen(early=(M8,), high=(M8, M5), **EARLIER),
         },
         "16": {
             "constant rate, average of the last half": chosen(**THRICE, schedule="constant", average=0.5, at_rest=()),

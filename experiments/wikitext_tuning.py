@@ -7,8 +7,8 @@
 All runs of a seed see the same blocks in the same order and take the same number of batches; those that are random
 themselves (uniform) draw from the seed too. `--runs` chooses a group: `methods` (Fig. 7; Fig. 3 is part of it),
 `fixed` (every width alone), `averaged` (the recipe's schedule and mean of the weights for runs of one width, and the
-recipe without them), `ablation` (Fig. 8), `data` (LAA with less data) or `floors` (of embeddings and head). The loop
-is `lab.py`.
+recipe without them), `earlier` (forms that the recipe had), `ablation` (Fig. 8), `data` (LAA with less data) or
+`floors` (of embeddings and head). The loop is `lab.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import common
 import torch
 from lab import Idea, Lab, add_arguments, draw
-from recipe_search import REFINED5, TO_NOTHING, UNIFORM, chosen, drawn, fixed, searched
+from recipe_search import EARLIER, REFINED5, THRICE, TO_NOTHING, UNIFORM, chosen, drawn, fixed, searched
 
 from otaro.precision import Precision
 from otaro.sefp import Format
@@ -32,7 +32,7 @@ FORMAT = REFINED5
 NAMES = [*(str(precision) for precision in Precision), "full"]
 
 
-GROUPS = ("methods", "fixed", "averaged", "ablation", "data", "floors")
+GROUPS = ("methods", "fixed", "averaged", "earlier", "ablation", "data", "floors")
 
 
 def runs(group: str, rate: float, seed: int) -> dict[str, Idea]:
@@ -72,6 +72,11 @@ def runs(group: str, rate: float, seed: int) -> dict[str, Idea]:
                 for name, width in {"fp16": None, "fixed:E5M3": M3, "fixed:E5M4": M4}.items()
             },
             "tiers, not averaged": chosen(rate, **TO_NOTHING),
+        },
+        "earlier": {
+            "earlier tiers, E5M3's tier at rest": chosen(rate, **THRICE, at_rest=(M3,)),
+            "earlier tiers, all averaged": chosen(rate, **THRICE, at_rest=()),
+            "earlier tiers, not averaged": chosen(rate, **EARLIER),
         },
         "ablation": {
             **{f"bps, λ {exploration}": bps(exploration) for exploration in (3.0, 4.0, 5.0, 6.0, 7.0)},

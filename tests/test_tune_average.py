@@ -82,7 +82,7 @@ def test_a_run_gives_the_mean_of_its_last_weights(options: dict[str, Any], tmp_p
         ("E5M8,E5M4", ("_E5M4", "norm.weight")),
     ],
 )
-def test_tiers_are_averaged_before_they_are_settled_but_the_narrowest_rests(
+def test_tiers_are_averaged_before_they_are_settled_but_for_what_rests(
     widths: str, resting: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import otaro.tune.trainer as module
@@ -126,7 +126,7 @@ def rates(run: OtaroTrainer, updates: int) -> dict[bool, list[float]]:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup"])
-def test_the_rate_falls_to_its_final_value_but_for_the_narrowest_tier(schedule: str, tmp_path: Path) -> None:
+def test_the_rate_falls_to_its_final_value_but_for_what_rests(schedule: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {**ADAM, "method": "tiers", "lr_scheduler_type": schedule, "warmup_steps": 3}
     plain, held = (rates(trainer(tmp_path, **options, average=share), 12) for share in (0.0, 0.5))
     assert held[True] == plain[True]

@@ -23,7 +23,15 @@ from otaro.sefp import Format, Tiers
 from otaro.tune.average import RESTS
 from otaro.tune.data import IGNORED
 from otaro.tune.distillation import distilled_loss
-from otaro.tune.tiers import Measured, add_tiers, gradient_shares, settle, settle_model, share_gradients
+from otaro.tune.tiers import (
+    Measured,
+    add_tiers,
+    gradient_shares,
+    set_apart_narrowest,
+    settle,
+    settle_model,
+    share_gradients,
+)
 from otaro.tune.trainer import OtaroTrainer
 
 M8, M7, M6, M5, M4, M3 = Precision
@@ -433,18 +441,18 @@ class Passes:
 
 def test_accumulated_batches_equal_one_large_batch(hurt: None, tmp_path: Path) -> None:
     options = {"method": "tiers", "max_steps": 8, "distillation": 0.5}
-    large = trainer(tmp_path / "large", **options, per_device_train_batch_size=4)
-    small = trainer(tmp_path / "small", **options, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    large = trainer(tmp_path / "large", **options, per_device_train_batch_size=6)
+    small = trainer(tmp_path / "small", **options, per_device_train_batch_size=2, gradient_accumulation_steps=3)
     first, second = Passes(large), Passes(small)
     large.train()
     small.train()
     # A tier gets the same of an update's sequences, whether they come at once or in parts that are no thirds.
     for update in range(8):
-        one, other = slice(2 * update, 2 * update + 2), slice(4 * update, 4 * update + 4)
+        one, other = slice(2 * update, 2 * update + 2), slice(6 * update, 6 * update + 6)
         wide, turn = (width for width, _ in first.seen[one])
         assert wide in (M8, M5)
         assert turn in (M4, M3)
-        for width, count in ((wide, 4), (turn, 4 if update < 4 else 3)):
+        for width, count in ((wide, 6), (turn, 6 if update < 4 else 4)):
             assert len(first.at(width, one)) == count
             assert first.at(width, one) == second.at(width, other)
     for name, value in large.model.state_dict().items():
@@ -549,11 +557,11 @@ def test_the_taught_loss_has_the_gradient_that_autograd_finds(distillation: floa
 
 
 def test_an_incomplete_last_batch(tmp_path: Path) -> None:
-    """Five of twelve sequences, five and two; in the second half of the run every fourth is left out."""
-    run = trainer(tmp_path, method="tiers", per_device_train_batch_size=5, max_steps=6)
+    """Seven of twelve sequences, and five; in the second half of the run every third is left out."""
+    run = trainer(tmp_path, method="tiers", per_device_train_batch_size=7, max_steps=4)
     seen = Passes(run)
     run.train()
-    assert [len(rows) for _, rows in seen.seen] == [5, 5, 5, 5, 2, 2, 5, 4, 5, 4, 2, 2]
+    assert [len(rows) for _, rows in seen.seen] == [7, 7, 5, 5, 7, 5, 5, 4]
 
 
 def test_the_narrowest_tier_has_its_own_rate_and_the_settings_of_its_group(tmp_path: Path) -> None:
@@ -579,6 +587,44 @@ def test_the_narrowest_tier_has_its_own_rate_and_the_settings_of_its_group(tmp_p
         assert rates[0] > 0
         run.optimizer.step()
         run.lr_scheduler.step()
+
+
+@pytest.mark.parametrize("architecture", ["llama-tied", "gpt2", "gpt-oss"])
+@pytest.mark.parametrize("widths", ["all", "E5M8,E5M3"])
+def test_what_the_narrowest_width_computes_with_rests(architecture: str, widths: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, architecture, method="tiers", widths=widths, optim="adamw_torch", learning_rate=1e-3)
+    optimizer = run.create_optimizer()
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    rates = {
+        names[id(parameter)]: (group["lr"], group.get(RESTS, False))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert rates.keys() == set(names.values())
+    with_tiers = {name.rpartition("_")[0] for name in rates if name.endswith(("_E5M3", "_E5M4"))}
+    assert len(with_tiers) > 5
+    assert any("norm" in name or "ln_" in name for name in rates.keys() - with_tiers)
+    for name, (rate, rests) in rates.items():
+        is_wider = name.endswith("_E5M4") and f"{name[:-1]}3" in rates
+        assert rests is not (name in with_tiers or is_wider), name
+        assert rate == pytest.approx(1.4e-3 if name.endswith("_E5M3") and widths == "all" else 1e-3), name
+
+
+def test_a_group_without_anything_to_average_is_split_all_the_same() -> None:
+    model = random_model("llama")
+    convert.simulate(model, Format())
+    add_tiers(model, [M3, M4])
+    layer = model.model.layers[0].mlp.up_proj
+    norm = model.model.norm.weight
+    optimizer = torch.optim.SGD([{"params": [layer.weight_E5M3, norm]}, {"params": [layer.weight]}], lr=0.5)
+    set_apart_narrowest(optimizer, model, [M3, M4])
+    groups = [
+        (id(parameter), group["lr"], group.get(RESTS, False))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    assert groups == [(id(layer.weight_E5M3), 0.7, True), (id(layer.weight), 0.5, False), (id(norm), 0.5, True)]
+    assert len(optimizer.param_groups) == 3
 
 
 def test_an_optimizer_that_does_not_know_the_tiers_is_refused(tmp_path: Path) -> None:

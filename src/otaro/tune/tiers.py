@@ -11,8 +11,8 @@ When tuning ends, :func:`settle` makes ordinary weights of the tiers: ones whose
 every width. They are saved and packed like any others, and nothing of the tiers is left.
 
 An update goes through its sequences at a wide width (`otaro.tune.path.TieredPath` says which), then at that of one
-tier, which learns from those predictions (:class:`Turn`). The tiers take turns, in the second half of a run on two
-thirds of the sequences, which is cheaper and hardly worse.
+tier, which learns from those predictions (:class:`Turn`). The tiers take turns, in the second half of a run without
+every third of an update's sequences, which is cheaper and hardly worse.
 
 Most of what there is to learn is the same at every width, and the wide ones have every turn. So a tier also takes a
 share of their gradient: the more, the more its own has in common with it before the first update (:func:`agreement`).
@@ -54,9 +54,9 @@ MOST_SHARED = 2.0
 """A tier takes no more of the wide widths' gradient than this, beside its own."""
 SHARE_DIVISOR = 8.0
 NARROWEST_RATE = 1.4
-"""The learning rate of the narrower of two tiers, which has fewer turns, as a multiple."""
+"""The learning rate of the narrower of two tiers, whose cells are wider, as a multiple."""
 LATER = 0.5
-"""The share of a run after which tiers go through LATER_SEQUENCES of every OF_THREE only."""
+"""The share of a run after which tiers go through LATER_SEQUENCES of every OF_THREE of an update only."""
 LATER_SEQUENCES, OF_THREE = 2, 3
 
 
