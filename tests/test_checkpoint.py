@@ -369,8 +369,9 @@ def test_stopping_midway_leaves_no_folder_of_that_name(tmp_path: Path, moment: s
     folder = tmp_path / "plain"
     random_model("llama").save_pretrained(folder)
     code = f"""
-        import sys, time
+        import signal, sys, time
         from otaro import checkpoint, ops
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
         pack = ops.pack
         def slow(*args):
             print("packing", flush=True)
