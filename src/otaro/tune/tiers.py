@@ -135,17 +135,18 @@ def set_apart_narrowest(optimizer: torch.optim.Optimizer, model: nn.Module, tier
             if width == tiers[0] and len(tiers) > 1:
                 faster.add(id(narrow))
     for group in list(optimizer.param_groups):
-        parts: dict[bool | None, list[Tensor]] = {}
+        resting: dict[float, list[Tensor]] = {}
         for parameter in group["params"]:
-            parts.setdefault(None if id(parameter) in averaged else id(parameter) in faster, []).append(parameter)
-        group["params"] = parts.pop(None, [])
-        given = {**group}
-        for is_faster, resting in parts.items():
-            changed = {"params": resting, "lr": (NARROWEST_RATE if is_faster else 1.0) * given["lr"], RESTS: True}
+            if id(parameter) not in averaged:
+                resting.setdefault(NARROWEST_RATE if id(parameter) in faster else 1.0, []).append(parameter)
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in averaged]
+        given = {**group, RESTS: True}
+        for rate, parameters in resting.items():
+            own = {**given, "params": parameters, "lr": rate * given["lr"]}
             if group["params"]:
-                optimizer.add_param_group({**given, **changed})
+                optimizer.add_param_group(own)
             else:
-                group.update(changed)
+                group.update(own)  # nothing else is left in it
 
 
 def has_tiers(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
