@@ -411,17 +411,16 @@ class Lab:
             apart = (free != bound).to(of[wide].grad.dtype)
             of[narrow].grad.addcmul_(apart, of[wide].grad)
 
-    def _kinds(self, width_of: dict[int, Precision]) -> dict[int, tuple[Precision | None, str]]:
+    def _kinds(self) -> dict[int, tuple[Precision | None, str]]:
         """Of every parameter the tier it is, and what comes to rest with it; see `Idea.at_rest`."""
-        floored = {id(tier) for layer in self.floored for of in layer.tiers.values() for _, tier in of[:1]}
-        own = {id(layer._parameters[name]) for layer in self.layers for name in layer.tiers}
-        return {
-            id(each): (
-                width_of.get(id(each)),
-                "floored" if id(each) in floored else "" if id(each) in own | width_of.keys() else "norms",
-            )
-            for each in self.model.parameters()
-        }
+        kinds: dict[int, tuple[Precision | None, str]] = {id(each): (None, "norms") for each in self.model.parameters()}
+        for layer in self.layers:
+            for name, tiers in layer.tiers.items():
+                kinds[id(layer._parameters[name])] = (None, "")
+                kinds.update({id(tier): (width, "") for width, tier in tiers})
+        for layer in self.floored:
+            kinds.update({id(tier): (width, "floored") for tiers in layer.tiers.values() for width, tier in tiers[:1]})
+        return kinds
 
     def tune(
         self, idea: Idea, blocks: Tensor, steps: int, batch: int, seed: int, targets: Tensor | None = None
@@ -444,13 +443,11 @@ class Lab:
             # Captured passes add to gradients where they lie.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
         inner: torch.optim.Optimizer
-        tiers = [each for layer in self.layers for of_weight in layer.tiers.values() for each in of_weight]
-        width_of = {id(tier): width for width, tier in tiers}
         if idea.sgd:
             inner = torch.optim.SGD(parameters, lr=idea.learning_rate)
         else:
             fused = self.device.type == "cuda"
-            kinds = self._kinds(width_of)
+            kinds = self._kinds()
             groups = [
                 {
                     "params": [each for each in parameters if kinds[id(each)] == kind],
