@@ -9,18 +9,20 @@
 
 `prepare` and `report` need the tokenizer and lm-eval, `run` needs a GPU and neither (`run --quick` is for a CPU: few
 updates, few requests). Before tuning and after `fp16` and `tiers` every width is scored; each run of one width at its
-own. Scores are written after every run, so a run that is cut off keeps what it had. The last twentieth of Alpaca is
-held back, and the perplexity of its answers measured beside the tasks. `report` takes the scores of several calls (of
-two with the same run and seed those that are named first), and compares runs document by document: two runs answer
-mostly the same ones, so their difference is known better than each.
+own. The recipe learns questions too, `fp16` and `fixed` the answers only; "…, questions" are those that learn both, and
+"tiers, answers" is the recipe without. Scores are written after every run, so a run that is cut off keeps what it had.
+The last twentieth of Alpaca is held back, and the perplexity of its answers measured beside the tasks. `report` takes
+the scores of several calls and, with `--earlier`, the figures of earlier reports (of two with the same run, width and
+seed those that are named first; scores before figures), and compares runs seed by seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +30,26 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from lab import Idea, Lab
+from lab import ASKED, Idea, Lab
 from recipe_search import REFINED5, chosen, fixed
 from zero_shot_score import batches, score
 
+from otaro.evaluate.documents import TASKS
 from otaro.precision import Precision
 from otaro.tune.data import IGNORED
 
 NAMES = [str(precision) for precision in Precision]
 SETTINGS = ("steps", "batch", "length", "seed", "learning_rate")
+QUESTIONS, ANSWERS = ", questions", ", answers"
+ROWS = ("before tuning", "fp16", "fixed", "tiers", "fp16" + QUESTIONS, "fixed" + QUESTIONS, "tiers" + ANSWERS)
+COMPARED = (
+    ("tiers", "fp16"),
+    ("tiers", "fixed"),
+    ("tiers", "fp16" + QUESTIONS),
+    ("tiers", "fixed" + QUESTIONS),
+    ("tiers" + ANSWERS, "fp16"),
+    ("tiers" + ANSWERS, "fixed"),
+)
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -54,38 +67,38 @@ def prepare(arguments: argparse.Namespace) -> None:
     print(f"{len(ids)} blocks, {int((labels >= 0).sum())} of {ids.size} tokens learned")
 
 
-def ideas(rate: float) -> dict[str, tuple[Idea | None, list[str]]]:
-    """The runs, and the widths each is scored at."""
-    alone = {
-        f"fixed:{width}": (Idea(fixed(width), rate, format=REFINED5), [str(width)]) for width in reversed(Precision)
-    }
-    return {
-        "fp16": (Idea(fixed(None), rate, format=REFINED5), NAMES),
-        "tiers": (chosen(rate), NAMES),
-        **alone,
-        "before tuning": (None, [*NAMES, "full"]),
-    }
+def ideas(rate: float) -> dict[str, tuple[Idea | None, list[str], bool]]:
+    """The runs, the widths each is scored at, and whether it learns questions."""
+    alone = {f"fixed:{width}": Idea(fixed(width), rate, format=REFINED5) for width in reversed(Precision)}
+    plain = Idea(fixed(None), rate, format=REFINED5)
+    runs: dict[str, tuple[Idea | None, list[str], bool]] = {"tiers": (chosen(rate), NAMES, True)}
+    for note, questions in (("", False), (QUESTIONS, True)):
+        runs["fp16" + note] = (plain, NAMES, questions)
+        for name, idea in alone.items():
+            runs[name + note] = (idea, [name.partition(":")[2]], questions)
+    return {**runs, "tiers" + ANSWERS: (chosen(rate), NAMES, False), "before tuning": (None, [*NAMES, "full"], False)}
 
 
 def run(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     alpaca = np.load(arguments.alpaca)
     blocks = torch.from_numpy(alpaca["ids"].astype(np.int64)).to(device)
-    targets = torch.where(torch.from_numpy(alpaca["learned"]).to(device), blocks, IGNORED)
+    is_answer = torch.from_numpy(alpaca["learned"]).to(device)
     requests = dict(np.load(arguments.requests))
     if arguments.quick:
         arguments.steps, arguments.batch = 2, 2
         requests["continuations"] = requests["continuations"][:20]
-        blocks, targets = blocks[:20], targets[:20]
-    held, aims = blocks[-len(blocks) // 20 :], targets[-len(blocks) // 20 :]
-    blocks, targets = blocks[: -len(held)], targets[: -len(held)]
+        blocks, is_answer = blocks[:20], is_answer[:20]
+    answers, both = torch.where(is_answer, blocks, IGNORED), torch.where(is_answer, blocks, blocks + ASKED)
+    held, aims = blocks[-len(blocks) // 20 :], answers[-len(blocks) // 20 :]
+    blocks, answers, both = (of[: -len(held)] for of in (blocks, answers, both))
     prepared = list(batches(requests, 65536 if device.type == "cuda" else 2048))
     lab = Lab(arguments.model, device, compiled=device.type == "cuda")
     rates: dict[str, float] = {}
     tried = arguments.learning_rates.split(",")
     for rate in tried if len(tried) > 1 else ():
         lab.tune(
-            Idea(fixed(None), float(rate), format=REFINED5), *(blocks, arguments.steps, arguments.batch), 0, targets
+            Idea(fixed(None), float(rate), format=REFINED5), *(blocks, arguments.steps, arguments.batch), 0, answers
         )
         found = lab.perplexity(held.flatten(), [None], REFINED5, arguments.length, 64, aims.flatten())
         rates[rate] = found["full"]
@@ -94,8 +107,8 @@ def run(arguments: argparse.Namespace) -> None:
     machine = common.machine()
     scores: dict[str, Any] = {}
     wanted = [(int(seed), name, run) for seed in arguments.seeds.split(",") for name, run in ideas(rate).items()]
-    for seed, name, (idea, widths) in wanted:
-        if arguments.only and name not in arguments.only.split(","):
+    for seed, name, (idea, widths, questions) in wanted:
+        if arguments.only and name not in arguments.only.split(";"):
             continue
         settings = {**{each: getattr(arguments, each) for each in SETTINGS[:3]}, "seed": seed, "learning_rate": rate}
         if scores.get("settings") != json.dumps(settings):
@@ -105,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
             lab.reset(REFINED5)
             took = {"seconds": 0.0}
         else:
-            took = lab.tune(idea, blocks, arguments.steps, arguments.batch, seed, targets)
+            took = lab.tune(idea, blocks, arguments.steps, arguments.batch, seed, both if questions else answers)
         scores[f"{name}|seconds"] = took["seconds"]
         precisions = [None if width == "full" else Precision(width) for width in widths]
         found = lab.perplexity(held.flatten(), precisions, REFINED5, arguments.length, 64, aims.flatten())
@@ -136,9 +149,7 @@ def report(arguments: argparse.Namespace) -> None:
     requests = dict(np.load(arguments.requests))
     tasks = load_tasks(requests["names"].tolist(), arguments.tasks_from)
     result: dict[str, Any] = {"files": [], "runs": {}}
-    right: dict[tuple[str, str], dict[int | None, dict[str, np.ndarray]]] = {}
-    seen: set[tuple[str, int | None]] = set()
-    for file in arguments.scores:
+    for file in arguments.scores or ():
         scores = np.load(file)
         about = {name: json.loads(str(scores[name])) for name in ("machine", "settings", "learning_rates")}
         about["settings"] = {name: about["settings"][name] for name in SETTINGS if name in about["settings"]}
@@ -148,26 +159,31 @@ def report(arguments: argparse.Namespace) -> None:
                 continue
             name, width, _ = key.split("|")
             seed = None if name == "before tuning" else about["settings"]["seed"]
-            if (key, seed) in seen:
-                continue
-            seen.add((key, seed))
             figures: dict[str, Any] = {"seed": seed, "perplexity": float(scores[key])}
             scored = f"{name}|{width}|likelihoods"
-            # The paper's row of fixed precision takes each width from the run made for it.
-            name = name.partition(":")[0]
             if scored in scores.files:
-                answers = right.setdefault((name, width), {}).setdefault(seed, {})
                 greedy = scores[scored.replace("likelihoods", "greedy")]
-                figures |= metrics(tasks, requests, scores[scored], greedy, answers)
-            result["runs"].setdefault(name, {}).setdefault(width, []).append(figures)
+                figures |= metrics(tasks, requests, scores[scored], greedy)
+            # The paper's row of fixed precision takes each width from the run made for it.
+            add(result, re.sub(":E5M.", "", name), width, figures)
+    for file in arguments.earlier or ():
+        earlier = json.loads(Path(file).read_text(encoding="utf-8"))
+        result["files"] += earlier["files"]
+        for name, row in earlier["runs"].items():
+            for width, found in row.items():
+                for figures in found:
+                    add(result, name, width, figures)
     result["differences"] = {
-        f"tiers - {other}{note}": {
-            width: difference(right["tiers", width], right[other, width], without)
+        f"{name} - {other}{note}": {
+            width: found
             for width in NAMES
-            if right.get(("tiers", width), {}).keys() & right.get((other, width), {}).keys()
+            if (
+                found := difference(result["runs"], width, name, other, [task for task in TASKS if task not in without])
+            )
         }
-        for note, without in (("", ""), (", without BoolQ", "boolq"))
-        for other in ("fp16", "fixed")
+        for note, without in (("", ()), (", without BoolQ", ("boolq",)))
+        for name, other in COMPARED
+        if name in result["runs"] and other in result["runs"]
     }
     show(result)
     if arguments.json:
@@ -176,22 +192,33 @@ def report(arguments: argparse.Namespace) -> None:
         plot(result, Path(arguments.plot))
 
 
-def difference(
-    runs: dict[Any, dict[str, np.ndarray]], others: dict[Any, dict[str, np.ndarray]], without: str = ""
-) -> dict[str, Any]:
-    """By how much the average accuracy differs, and its standard error over the documents, seeds averaged.
+def add(result: dict[str, Any], name: str, width: str, figures: dict[str, Any]) -> None:
+    """Keep the figures of a run at a width, unless those of the same seed are there."""
+    rows = result["runs"].setdefault(name, {}).setdefault(width, [])
+    if figures["seed"] not in [row["seed"] for row in rows]:
+        rows.append(figures)
+        rows.sort(key=lambda row: row["seed"] or 0)
 
-    Only seeds that both have are compared: a seed is an order of the data, which moves all runs the same way. `without`
-    is a task to leave out.
+
+def difference(runs: dict[str, Any], width: str, name: str, other: str, tasks: Sequence[str]) -> dict[str, Any] | None:
+    """By how much the average accuracy over tasks differs, and the standard error of that over seeds.
+
+    Only seeds that both have are compared: a seed is an order of the data, which moves all runs the same way.
     """
-    seeds = sorted(runs.keys() & others.keys())
-    apart = [
-        np.mean([runs[seed][task].astype(float) - others[seed][task] for seed in seeds], axis=0)
-        for task in runs[seeds[0]]
-        if task != without
+    by_seed = [
+        {
+            row["seed"]: float(np.mean([row[task]["acc"] for task in tasks]))
+            for row in runs[each].get(width, ())
+            if "average" in row
+        }
+        for each in (name, other)
     ]
-    variance = sum(each.var(ddof=1) / len(each) for each in apart) / len(apart) ** 2
-    return {"mean": float(np.mean([each.mean() for each in apart])), "stderr": float(np.sqrt(variance)), "seeds": seeds}
+    seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+    if not seeds:
+        return None
+    apart = np.array([by_seed[0][seed] - by_seed[1][seed] for seed in seeds])
+    error = float(apart.std(ddof=1) / np.sqrt(len(apart))) if len(apart) > 1 else None
+    return {"mean": float(apart.mean()), "stderr": error, "seeds": seeds}
 
 
 def mean(rows: list[dict[str, Any]], *names: str) -> float:
@@ -208,6 +235,12 @@ def having(needed: str, row: dict[str, list[dict[str, Any]]]) -> dict[str, list[
     return {width: seeds for width, seeds in found.items() if seeds}
 
 
+def signed(found: dict[str, Any]) -> str:
+    """A difference in points, with its standard error where there are several seeds."""
+    error = "" if found["stderr"] is None else f" ± {100 * found['stderr']:.2f}"
+    return f"{100 * found['mean']:+.2f}{error}"
+
+
 def show(result: dict[str, Any]) -> None:
     tables: list[tuple[str, str, Callable[[list[dict[str, Any]]], str]]] = [
         ("average accuracy, %", "average", lambda rows: f"{100 * mean(rows, 'average', 'acc'):.2f}"),
@@ -216,8 +249,8 @@ def show(result: dict[str, Any]) -> None:
     for title, needed, cell in tables:
         print(f"\n| {title} | {' | '.join(NAMES)} |")
         print("|---" * (len(NAMES) + 1) + "|")
-        for name in ("before tuning", "fp16", "fixed", "tiers"):
-            row = having(needed, result["runs"].get(name, {}))
+        for name in (name for name in ROWS if name in result["runs"]):
+            row = having(needed, result["runs"][name])
             cells = [cell(row[width]) if width in row else "" for width in NAMES]
             counts = sorted({len(found) for found in row.values()})
             spans = " to ".join(dict.fromkeys(str(each) for each in (*counts[:1], *counts[-1:])))
@@ -225,10 +258,7 @@ def show(result: dict[str, Any]) -> None:
             print(f"| {name}{seeds} | {' | '.join(cells)} |")
         if needed == "average":
             for name, row in result["differences"].items():
-                cells = [
-                    f"{100 * row[width]['mean']:+.2f} ± {100 * row[width]['stderr']:.2f}" if width in row else ""
-                    for width in NAMES
-                ]
+                cells = [signed(row[width]) if width in row else "" for width in NAMES]
                 print(f"| {name} | {' | '.join(cells)} |")
 
 
@@ -255,11 +285,12 @@ def main() -> None:
     parser.add_argument("--alpaca", help="alpaca_data.json for prepare, its blocks for run")
     parser.add_argument("--requests", help="the tasks' requests, from zero_shot_requests.py")
     parser.add_argument("--scores", nargs="+", help="what run wrote, a file for every seed")
+    parser.add_argument("--earlier", nargs="+", help="what report wrote before, for runs whose scores are not at hand")
     parser.add_argument("--tasks-from", default="hub", help="where the documents come from, as in otaro eval")
     parser.add_argument("--out", help="where prepare and run write, {seed} in it being the seed")
     parser.add_argument("--json", help="write the figures there")
     parser.add_argument("--plot", help="draw them there")
-    parser.add_argument("--only", help="these runs only, with commas between")
+    parser.add_argument("--only", help="these runs only, with semicolons between")
     parser.add_argument("--perplexity-only", action="store_true", help="leave the tasks out")
     parser.add_argument(
         "--learning-rates", default="1e-4,2e-4,3e-4", help="the best for fp16 on held-back answers is taken"

@@ -34,6 +34,9 @@ from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import Measured, add_tiers, agreement, settle_model, share_gradients
 
 PLAIN = Format(polarity=False, exponent_by_error=None)
+ASKED = 1 << 24
+"""Added to the targets of questions: tokens that a pass without a teacher learns as any others, and one with a teacher
+from its predictions alone."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +220,11 @@ class Lab:
             logits = self.model.lm_head(self.hidden(ids)).flatten(0, 1)
         wanted = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
         given = None if teacher is None else teacher.flatten(0, 1)
-        count = (wanted != IGNORED).sum()
+        followed = wanted != IGNORED
+        count = followed.sum()
+        wanted = torch.where(wanted < ASKED, wanted, wanted - ASKED if given is None else IGNORED)
         labels, taught = step.weight * step.labels, step.weight * step.teacher
-        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count)
+        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count, followed)
         logits.backward(gradient)
         return cross_entropy, logits.detach().view(*ids.shape, -1)
 

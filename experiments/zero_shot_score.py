@@ -126,18 +126,11 @@ def score_widths(model: Any, requests: Arrays, names: list[str], **options: Any)
     return scores
 
 
-def metrics(
-    tasks: Mapping[str, Any],
-    requests: Arrays,
-    likelihoods: np.ndarray,
-    greedy: np.ndarray,
-    right: dict[str, np.ndarray] | None = None,
-) -> dict[str, Any]:
+def metrics(tasks: Mapping[str, Any], requests: Arrays, likelihoods: np.ndarray, greedy: np.ndarray) -> dict[str, Any]:
     """lm-eval's figures of every task from the scores, and the averages over tasks.
 
-    Into `right` goes for every task which documents are answered rightly. `tasks` are lm-eval's, as
-    `otaro.evaluate.tasks.load_tasks` gives them, with the documents the requests came from. lm-eval's evaluator would
-    build all requests again for every set of scores; what it does with scores is done here.
+    `tasks` are lm-eval's, as `otaro.evaluate.tasks.load_tasks` gives them, with the documents the requests came from.
+    lm-eval's evaluator would build all requests again for every set of scores; what it does with scores is done here.
     """
     from lm_eval.api.metrics import stderr_for_metric
 
@@ -157,8 +150,6 @@ def metrics(
             for metric, value in task.process_results(document, answers[first:last]).items():
                 values.setdefault(metric, []).append(value)
         figures[name] = {"documents": len(documents)}
-        if right is not None:
-            right[name] = np.array(values["acc"])
         for metric, found in values.items():
             aggregate = task.aggregation()[metric]
             figures[name][metric] = aggregate(found)

@@ -23,27 +23,35 @@ ROWS = 256
 
 
 def loss_and_gradient(
-    logits: Tensor, targets: Tensor, teacher: Tensor | None, labels: float, taught: float, count: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    teacher: Tensor | None,
+    labels: float,
+    taught: float,
+    count: Tensor,
+    followed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, cross entropy and gradient: sums over the tokens whose target is not IGNORED, divided by `count`.
 
-    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is a number.
+    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is a number. The teacher is followed
+    where the mask `followed` [tokens] says so, and without one where there is a target.
     """
     values = logits.float()
     counted = (targets != IGNORED)[:, None] / count
+    followed = counted if followed is None else followed[:, None] / count
     wanted = targets.clamp(min=0)[:, None]
     log_total = values.logsumexp(-1, keepdim=True)
     cross_entropy = ((log_total - values.gather(1, wanted)) * counted).sum()
-    gradient = (values - log_total).exp_().mul_(labels + taught)
+    gradient = (values - log_total).exp_().mul_(labels * counted + taught * followed)
     loss = labels * cross_entropy
     if teacher is not None and taught:
         log_teacher = teacher.float().log_softmax(-1)
         share = log_teacher.exp()
-        gradient.sub_(share, alpha=taught)
+        gradient.sub_(share * followed, alpha=taught)
         divergence = log_teacher.sub_(values).mul_(share).sum(-1, keepdim=True) + log_total
-        loss = loss + taught * (divergence * counted).sum()
-    gradient.scatter_add_(1, wanted, torch.full_like(wanted, -labels, dtype=gradient.dtype))
-    return loss, cross_entropy, gradient.mul_(counted).to(logits.dtype)
+        loss = loss + taught * (divergence * followed).sum()
+    gradient.scatter_add_(1, wanted, -labels * counted)
+    return loss, cross_entropy, gradient.to(logits.dtype)
 
 
 class _Distilled(torch.autograd.Function):
