@@ -220,11 +220,11 @@ class Lab:
             logits = self.model.lm_head(self.hidden(ids)).flatten(0, 1)
         wanted = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
         given = None if teacher is None else teacher.flatten(0, 1)
-        followed = wanted != IGNORED
-        count = followed.sum()
-        wanted = torch.where(wanted < ASKED, wanted, wanted - ASKED if given is None else IGNORED)
+        count = (wanted != IGNORED).sum()
+        answers = wanted < ASKED if given is not None else None
+        wanted = torch.where(wanted < ASKED, wanted, wanted - ASKED)
         labels, taught = step.weight * step.labels, step.weight * step.teacher
-        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count, followed)
+        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count, answers)
         logits.backward(gradient)
         return cross_entropy, logits.detach().view(*ids.shape, -1)
 

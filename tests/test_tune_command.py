@@ -112,6 +112,28 @@ def test_weights_are_averaged_and_the_schedule_goes_with_it(
     assert last["learning_rate"] == pytest.approx(last_rate, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("options", "questions"), [((), True), (("--no-questions",), False), (("--recipe", "paper", "--questions"), True)]
+)
+def test_questions_are_learned_as_the_recipe_says(
+    options: tuple[str, ...], questions: bool, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """And the first loss is another one without, or with them."""
+    data = tmp_path / "data.jsonl"
+    answers = ["It is what the sky looks like.", "It is deep, and wide, and cold."]
+    data.write_text("".join(json.dumps({"instruction": "What is the sea?", "output": each}) + "\n" for each in answers))
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    out = tmp_path / "tuned"
+    arguments = (*options, "--data", data, "--steps", 1, "--sequence-length", 32, "--batch-size", 2, "--cpu")
+    command(model, out, *arguments)
+    assert json.loads((out / "tune.json").read_text())["questions"] is questions
+    other = tmp_path / "other"
+    command(model, other, *arguments, "--no-questions" if questions else "--questions")
+    first, second = (json.loads((each / "tune.jsonl").read_text().splitlines()[0]) for each in (out, other))
+    assert first["loss"] != second["loss"]
+
+
 def test_adapters_can_be_averaged(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     out = tmp_path / "tuned"

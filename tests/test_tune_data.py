@@ -11,7 +11,7 @@ import torch
 from conftest import byte_tokenizer
 
 from otaro.errors import OtaroError
-from otaro.tune.data import IGNORED, Blocks, load_blocks, make_collator
+from otaro.tune.data import ANSWERS, IGNORED, Blocks, WithQuestions, load_blocks, make_collator
 
 TOKENIZER = byte_tokenizer()
 
@@ -111,6 +111,25 @@ def test_only_answers_of_a_conversation_are_learned(tmp_path: Path) -> None:
     )
     assert read(blocks) == "Be brief.<end><user>Hi<end><bot>Hello.<end><user>Bye<end><bot>See you.<end>"
     assert learned(blocks) == "Hello.<end>See you.<end>"
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_questions_have_labels_if_asked_for(layout: Any, tmp_path: Path) -> None:
+    """Padding, which has no label either, is no question."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    records = [{"instruction": "Describe it.", "output": answer} for answer in ("Blue.", "As blue as the sea.")]
+    length = 100 if layout == "packed" else 512
+    blocks = load_blocks([write(tmp_path / "data.jsonl", *records)], tokenizer, length, layout=layout)
+    sequences = [blocks[index] for index in range(len(blocks))]
+    plain = make_collator(tokenizer)(sequences)
+    batch = WithQuestions(make_collator(tokenizer))(sequences)
+    assert ("attention_mask" in batch) == (layout == "padded")
+    read = plain.get("attention_mask", torch.ones_like(plain["labels"])).bool()
+    assert batch["labels"].tolist() == torch.where(read, plain["input_ids"], IGNORED).tolist()
+    assert (read & (plain["labels"] == IGNORED)).tolist() == (~batch[ANSWERS]).tolist()
+    assert 0 < batch[ANSWERS].sum() < read.sum()
+    assert torch.equal(plain["input_ids"], batch["input_ids"])
 
 
 def test_a_template_that_rewrites_earlier_turns_teaches_the_last_answer(tmp_path: Path) -> None:

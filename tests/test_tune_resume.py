@@ -140,6 +140,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"learning_rate": 0.5}, "with learning_rate 0.05, not 0.5"),
         ({"scheme": "nearest"}, "with scheme nested, not nearest"),
         ({"average": 0.5}, "with average 0.0, not 0.5"),
+        ({"questions": True}, "with questions False, not True"),
         ({"architecture": "qwen2"}, "with model LlamaForCausalLM with .* weights"),
     ],
 )

@@ -491,6 +491,37 @@ def test_sequences_without_a_label_do_not_count(tmp_path: Path) -> None:
         assert torch.allclose(weight, run.model.state_dict()[name], atol=1e-5), name
 
 
+def test_questions_are_learned_by_tiers_from_predictions_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path, method="tiers", max_steps=1, distillation=0.5, questions=True)
+    run.measured = MEASURED
+    labels = Blocks().ids.clone()
+    labels[:, :9] = IGNORED
+    run.train_dataset = [{"input_ids": ids, "labels": label} for ids, label in zip(Blocks().ids, labels, strict=True)]
+    model = random_model("llama")
+    convert.simulate(model, run.args.format, run.args.floor)
+    add_tiers(model, [M3, M4])
+    ids = next(iter(run.get_train_dataloader()))["input_ids"]
+    convert.set_precision(model, M8)
+    outputs = model(input_ids=ids, labels=ids)
+    outputs.loss.backward()
+    convert.set_precision(model, M4)
+    found = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    expected = outputs.logits.detach()[:, :-1].softmax(-1)
+    divergence = (expected * (expected.log() - found)).sum(-1)
+    entropy = -found.gather(2, ids[:, 1:, None])[..., 0]
+    (0.5 * (divergence.sum() + entropy[:, 8:].sum()) / entropy.numel()).backward()
+    share_by_hand(model, run.args.format)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.sub_(0.05 * (1.4 if name.endswith("_E5M3") else 1) * parameter.grad)
+    settle_model(model)
+    run.train()
+    for name, weight in model.state_dict().items():
+        assert torch.allclose(weight, run.model.state_dict()[name], atol=1e-5), name
+    # What is logged is the loss of all there is to predict, as that of the wide width.
+    assert run.path.losses[M4] == pytest.approx(float(entropy.detach().mean()), rel=1e-4)
+
+
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     """The forward pass is computed again in the backward one, at the width it had."""
     runs = [trainer(tmp_path / str(on), method="tiers", max_steps=6, gradient_checkpointing=on) for on in (0, 1)]
@@ -536,21 +567,26 @@ def test_only_widths_that_are_wanted(
             assert torch.equal(value, run.model.state_dict()[name])
 
 
+@pytest.mark.parametrize("questions", [False, True])
 @pytest.mark.parametrize("distillation", [0.0, 0.75, 1.0])
-def test_the_taught_loss_has_the_gradient_that_autograd_finds(distillation: float) -> None:
+def test_the_taught_loss_has_the_gradient_that_autograd_finds(distillation: float, questions: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     logits, teacher = torch.randn(2, 3, 200, 50, generator=generator).mul(2)
     labels = torch.randint(0, 50, (3, 200), generator=generator)
     labels[0, :150] = IGNORED
+    answers = torch.rand(3, 200, generator=generator) < 0.6 if questions else torch.ones_like(labels, dtype=torch.bool)
     logits.requires_grad_()
-    loss, cross_entropy = distilled_loss(logits, teacher, labels, distillation)
+    given = answers if questions else None
+    loss, cross_entropy = distilled_loss(logits, teacher, labels, distillation, given)
     (found,) = torch.autograd.grad(3 * loss, logits)
     chosen = labels[:, 1:] != IGNORED
     values = logits[:, :-1][chosen].log_softmax(-1)
     expected = nn.functional.nll_loss(values, labels[:, 1:][chosen], reduction="sum")
     torch.testing.assert_close(cross_entropy, expected.detach())
     divergence = nn.functional.kl_div(values, teacher[:, :-1][chosen].log_softmax(-1), reduction="sum", log_target=True)
-    wanted = (1 - distillation) * expected + distillation * divergence
+    own = answers[:, 1:][chosen]
+    learned = nn.functional.nll_loss(values[own], labels[:, 1:][chosen][own], reduction="sum")
+    wanted = (1 - distillation) * learned + distillation * divergence
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(found, torch.autograd.grad(3 * wanted, logits)[0], rtol=1e-4, atol=1e-6)
     assert not cross_entropy.requires_grad

@@ -20,6 +20,7 @@ from otaro.nn import FakeSefp
 from otaro.precision import Precision
 from otaro.tune import config
 from otaro.tune.callbacks import LOG_NAME, cut_log, read_log
+from otaro.tune.data import IGNORED
 from otaro.tune.trainer import OtaroTrainer
 
 M4, M3 = Precision.E5M4, Precision.E5M3
@@ -204,6 +205,29 @@ def test_evaluation_goes_over_every_width(tmp_path: Path) -> None:
     assert metrics["eval_loss"] == pytest.approx(sum(losses) / 6)
 
 
+class Masked(Blocks):
+    """Blocks of which the second half has labels."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        half = torch.arange(16) < 8
+        return {"input_ids": self.ids[index], "labels": self.ids[index].masked_fill(half, IGNORED)}
+
+
+def test_questions_are_learned_if_asked_for(tmp_path: Path) -> None:
+    """As if they had labels; evaluation keeps to the labels there are."""
+
+    def run(name: str, data: Blocks, **options: Any) -> OtaroTrainer:
+        args = arguments(tmp_path / name, method="uniform", max_steps=4, **options)
+        made = OtaroTrainer(random_model("llama"), args, train_dataset=data, eval_dataset=Masked(4))
+        made.train()
+        return made
+
+    whole, asked, answers = run("whole", Blocks()), run("asked", Masked(), questions=True), run("answers", Masked())
+    assert same(weights(asked), weights(whole))
+    assert not same(weights(answers), weights(whole))
+    assert asked.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
+
+
 def test_the_best_weights_are_kept(tmp_path: Path) -> None:
     args = arguments(
         tmp_path,
@@ -317,6 +341,7 @@ def test_the_paper_recipe_is_the_papers(tmp_path: Path) -> None:
         "sum",
     )
     assert (args.scheme, args.group_size, args.lr_scheduler_type, args.max_grad_norm) == ("nearest", 64, "constant", 0)
+    assert not args.questions
 
 
 def test_a_log_cut_short_is_cut_back(tmp_path: Path) -> None:

@@ -89,6 +89,13 @@ def tune(
     distillation: Annotated[
         float, typer.Option(min=0, max=1, help="How much a tier learns from a wide width, not from the data.")
     ] = 0.75,
+    questions: Annotated[
+        bool | None,
+        typer.Option(
+            "--questions/--no-questions",
+            help="Learn what is asked in instructions and conversations too, or the answers only; else the recipe's.",
+        ),
+    ] = None,
     average: Annotated[
         float | None,
         typer.Option(
@@ -152,6 +159,7 @@ def tune(
         "delay": delay,
         "delay_apply": delay_apply,
         "embedding_floor": embedding_floor,
+        "questions": questions,
     }
     options = {**find_recipe(recipe), **{name: value for name, value in given.items() if value is not None}}
     if method is None and options["method"] == "tiers":
@@ -310,6 +318,7 @@ def run(
             figures = {
                 "model": source.label,
                 "method": args.method,
+                "questions": args.questions,
                 "updates": trainer.state.global_step,
                 "kept_update": trainer.state.best_global_step if early_stopping else trainer.state.global_step,
                 "averaged_updates": trainer.averaged,

@@ -45,6 +45,10 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         default=0.75,
         metadata={"help": "How much of a tier's loss is the divergence from a wide width (tiers only)."},
     )
+    questions: bool = field(
+        default=False,
+        metadata={"help": "Also learn tokens without a label: questions; tiers from predictions alone."},
+    )
     average: float = field(
         default=0.0, metadata={"help": "The share of the run, at its end, over which weights are averaged."}
     )
@@ -120,6 +124,7 @@ RESUMED = (
     "ultra_low",
     "tiers",
     "distillation",
+    "questions",
     "average",
     "scheme",
     "group_size",
@@ -165,6 +170,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "learning_rate": 3e-4,
         "lr_scheduler_type": "cosine",
         "average": 0.4,
+        "questions": True,
         "warmup_steps": 0.03,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,

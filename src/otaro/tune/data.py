@@ -7,8 +7,9 @@ of a JSONL file or a data set is one of
     {"instruction": …, "input": …, "output": …}  a request and its answer (Alpaca's form; the input may be missing)
     {"messages": [{"role": …, "content": …}, …]} a conversation, written out by the model's chat template
 
-Text is learned whole. Of requests and conversations only the answers are: all other tokens are read but not predicted.
-Pieces that are learned and pieces that are not are tokenised apart, as they are when the model is used.
+Text is learned whole. Of requests and conversations the answers have labels, and what they answer has none: it is read
+but not predicted, unless :class:`WithQuestions` gives it labels too. Pieces with and without labels are tokenised
+apart, as they are when the model is used.
 
 Examples are either packed, one after the other with an end token between them, and cut into blocks of the same length,
 or padded, one to a sequence. Packing wastes nothing; a rest shorter than a block is left out.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,8 @@ from otaro.evaluate.perplexity import split_windows
 
 IGNORED = -100
 """The label of a token that is not predicted, as transformers has it."""
+ANSWERS = "answers"
+"""What a batch calls the tokens that are no questions, where it has both."""
 Layout = Literal["packed", "padded"]
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 FILE_SUFFIXES = (*JSONL_SUFFIXES, ".txt", ".md", ".text", ".raw", ".tokens", ".csv", ".parquet")
@@ -146,6 +149,24 @@ class Collator:
             batch["labels"][row, :size] = sequence["labels"]
             batch["attention_mask"][row, :size] = 1
         return batch
+
+
+@dataclass(frozen=True)
+class WithQuestions:
+    """Around a collator: what has no label and is no padding, questions, is to be learned too.
+
+    `answers` in the batch is true for the other tokens: some are learned in another way than questions.
+    """
+
+    collator: Callable[[Any], Any]
+
+    def __call__(self, sequences: Any) -> dict[str, Any]:
+        batch = dict(self.collator(sequences))
+        ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
+        questions = labels == IGNORED
+        if mask is not None:
+            questions &= mask.bool()
+        return {**batch, "labels": torch.where(questions, ids, labels), ANSWERS: ~questions}
 
 
 def make_collator(tokenizer: Any) -> Collator:

@@ -5,6 +5,8 @@ KL(softmax t ‖ softmax v), whose gradient is known in closed form:
 
     (labels + taught)·softmax(v) - labels·onehot(target) - taught·softmax(t)
 
+Of a question the teacher's predictions are learned, not the text: there `labels` is 0.
+
 Autograd would keep several copies of logits in float32, which for a small model with a large vocabulary are the largest
 tensors of a step. Here the gradient is made in the same pass as the loss, in the type of the logits, a part of the
 tokens at a time.
@@ -29,43 +31,46 @@ def loss_and_gradient(
     labels: float,
     taught: float,
     count: Tensor,
-    followed: Tensor | None = None,
+    answers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, cross entropy and gradient: sums over the tokens whose target is not IGNORED, divided by `count`.
 
-    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is a number. The teacher is followed
-    where the mask `followed` [tokens] says so, and without one where there is a target.
+    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is a number. Where `answers` [tokens]
+    is false, `labels` is taken as 0; the cross entropy is that of all tokens.
     """
     values = logits.float()
     counted = (targets != IGNORED)[:, None] / count
-    followed = counted if followed is None else followed[:, None] / count
+    learned = labels * (counted if answers is None else counted * answers[:, None])
     wanted = targets.clamp(min=0)[:, None]
     log_total = values.logsumexp(-1, keepdim=True)
-    cross_entropy = ((log_total - values.gather(1, wanted)) * counted).sum()
-    gradient = (values - log_total).exp_().mul_(labels * counted + taught * followed)
-    loss = labels * cross_entropy
+    entropy = log_total - values.gather(1, wanted)
+    gradient = (values - log_total).exp_()
+    loss = (entropy * learned).sum()
     if teacher is not None and taught:
         log_teacher = teacher.float().log_softmax(-1)
         share = log_teacher.exp()
-        gradient.sub_(share * followed, alpha=taught)
         divergence = log_teacher.sub_(values).mul_(share).sum(-1, keepdim=True) + log_total
-        loss = loss + taught * (divergence * followed).sum()
-    gradient.scatter_add_(1, wanted, -labels * counted)
-    return loss, cross_entropy, gradient.to(logits.dtype)
+        loss = loss + taught * (divergence * counted).sum()
+        gradient.mul_(learned + taught * counted).sub_(share.mul_(taught * counted))
+    else:
+        gradient.mul_(learned)
+    gradient.scatter_add_(1, wanted, -learned)
+    return loss, (entropy * counted).sum(), gradient.to(logits.dtype)
 
 
 class _Distilled(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, teacher: Tensor, distillation: float
+        ctx: Any, logits: Tensor, targets: Tensor, teacher: Tensor, distillation: float, answers: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         one = torch.ones((), device=logits.device)
         gradient = torch.empty_like(logits)
         loss = cross_entropy = torch.zeros((), device=logits.device)
         for start in range(0, len(logits), ROWS):
             rows = slice(start, start + ROWS)
+            some = None if answers is None else answers[rows]
             found, entropy, gradient[rows] = loss_and_gradient(
-                logits[rows], targets[rows], teacher[rows], 1 - distillation, distillation, one
+                logits[rows], targets[rows], teacher[rows], 1 - distillation, distillation, one, some
             )
             loss, cross_entropy = loss + found, cross_entropy + entropy
         ctx.save_for_backward(gradient)
@@ -73,16 +78,21 @@ class _Distilled(torch.autograd.Function):
         return loss, cross_entropy
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0].to(gradient.dtype), None, None, None
+        return gradient * upstream[0].to(gradient.dtype), None, None, None, None
 
 
-def distilled_loss(logits: Tensor, teacher: Tensor, labels: Tensor, distillation: float) -> tuple[Tensor, Tensor]:
+def distilled_loss(
+    logits: Tensor, teacher: Tensor, labels: Tensor, distillation: float, answers: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """What a narrow width learns from, and its cross entropy: sums over the predicted tokens.
 
-    `distillation` is the share of the KL divergence from the teacher's predictions, the rest is the cross entropy.
+    `distillation` is the share of the KL divergence from the teacher's predictions, the rest is the cross entropy; of
+    labels where `answers` is false, which are questions, only the former counts.
     """
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-    result: tuple[Tensor, Tensor] = _Distilled.apply(logits.flatten(0, 1), targets, teacher.flatten(0, 1), distillation)  # type: ignore[no-untyped-call]
+    own = None if answers is None else torch.nn.functional.pad(answers[:, 1:], (0, 1)).flatten()
+    given = (logits.flatten(0, 1), targets, teacher.flatten(0, 1), distillation, own)
+    result: tuple[Tensor, Tensor] = _Distilled.apply(*given)  # type: ignore[no-untyped-call]
     return result
