@@ -6,14 +6,16 @@
         --seeds 0,1,2 --out "scores{seed}.npz"
     python experiments/alpaca_zero_shot.py report --requests zeroshot.npz --scores scores0.npz … --tasks-from DIR \
         --json alpaca_zero_shot.json --plot alpaca_zero_shot.png
+    python experiments/alpaca_zero_shot.py report --earlier experiments/alpaca_zero_shot.json     # what is there
 
 `prepare` and `report` need the tokenizer and lm-eval, `run` needs a GPU and neither (`run --quick` is for a CPU: few
 updates, few requests). Before tuning and after `fp16` and `tiers` every width is scored; each run of one width at its
-own. The recipe learns questions too, `fp16` and `fixed` the answers only; "…, questions" are those that learn both, and
-"tiers, answers" is the recipe without. Scores are written after every run, so a run that is cut off keeps what it had.
-The last twentieth of Alpaca is held back, and the perplexity of its answers measured beside the tasks. `report` takes
-the scores of several calls and, with `--earlier`, the figures of earlier reports (of two with the same run, width and
-seed those that are named first; scores before figures), and compares runs seed by seed.
+own. The recipe learns questions too, `fp16` and `fixed` the answers only. Runs that are made only if `--only` names
+them: "fp16, questions" and "fixed:E5M3, questions" …, which learn both, and "tiers, answers", the recipe without
+questions. Scores are written after every run, so a run that is cut off keeps what it had. The last twentieth of Alpaca
+is held back, and the perplexity of its answers measured beside the tasks. `report` takes the scores of several calls
+and, with `--earlier`, the figures of earlier reports (of two with the same run, width and seed those that are named
+first; scores before figures), and compares runs seed by seed.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ COMPARED = (
     ("tiers", "fixed"),
     ("tiers", "fp16" + QUESTIONS),
     ("tiers", "fixed" + QUESTIONS),
+    ("tiers", "tiers" + ANSWERS),
     ("tiers" + ANSWERS, "fp16"),
     ("tiers" + ANSWERS, "fixed"),
 )
@@ -108,7 +111,7 @@ def run(arguments: argparse.Namespace) -> None:
     scores: dict[str, Any] = {}
     wanted = [(int(seed), name, run) for seed in arguments.seeds.split(",") for name, run in ideas(rate).items()]
     for seed, name, (idea, widths, questions) in wanted:
-        if arguments.only and name not in arguments.only.split(";"):
+        if name not in arguments.only.split(";") if arguments.only else name.endswith((QUESTIONS, ANSWERS)):
             continue
         settings = {**{each: getattr(arguments, each) for each in SETTINGS[:3]}, "seed": seed, "learning_rate": rate}
         if scores.get("settings") != json.dumps(settings):
@@ -142,13 +145,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def report(arguments: argparse.Namespace) -> None:
-    from zero_shot_score import metrics
-
-    from otaro.evaluate.tasks import load_tasks
-
-    requests = dict(np.load(arguments.requests))
-    tasks = load_tasks(requests["names"].tolist(), arguments.tasks_from)
     result: dict[str, Any] = {"files": [], "runs": {}}
+    if arguments.scores:
+        from zero_shot_score import metrics
+
+        from otaro.evaluate.tasks import load_tasks
+
+        requests = dict(np.load(arguments.requests))
+        tasks = load_tasks(requests["names"].tolist(), arguments.tasks_from)
     for file in arguments.scores or ():
         scores = np.load(file)
         about = {name: json.loads(str(scores[name])) for name in ("machine", "settings", "learning_rates")}
@@ -267,13 +271,25 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name in ("before tuning", "fp16", "fixed", "tiers"):
-        row = having("average", result["runs"].get(name, {}))
-        means = {width: 100 * mean(row[width], "average", "acc") for width in NAMES if width in row}
-        axes.plot(list(means), list(means.values()), marker="o", label=name)
+    colors: dict[str, Any] = {}
+    for name in (name for name in ROWS if name in result["runs"]):
+        row = having("average", result["runs"][name])
+        widths = [width for width in NAMES if width in row]
+        found = [[100 * figures["average"]["acc"] for figures in row[width]] for width in widths]
+        errors = [np.std(each, ddof=1) / np.sqrt(len(each)) if len(each) > 1 else 0.0 for each in found]
+        kind, dashed = name.partition(",")[0], "," in name
+        line = axes.errorbar(
+            *(widths, [np.mean(each) for each in found], errors),
+            marker="o",
+            linestyle="--" if dashed else "-",
+            color=colors.get(kind),
+            alpha=0.5 if dashed else 1.0,
+            label=name,
+        )
+        colors[kind] = line[0].get_color()
     axes.set_xlabel("precision")
     axes.set_ylabel("average accuracy on eight tasks, %")
-    axes.legend()
+    axes.legend(loc="lower left", fontsize=8)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
 
