@@ -35,8 +35,8 @@ from otaro.tune.tiers import Measured, add_tiers, agreement, settle_model, share
 
 PLAIN = Format(polarity=False, exponent_by_error=None)
 ASKED = 1 << 24
-"""Added to the targets of questions: tokens that a pass without a teacher learns as any others, and one with a teacher
-from its predictions alone."""
+"""Added to the targets of questions, so that a captured pass has one input for both: a pass without a teacher learns
+them as any others, and one with a teacher from its predictions alone."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,10 @@ class Lab:
         wanted = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
         given = None if teacher is None else teacher.flatten(0, 1)
         count = (wanted != IGNORED).sum()
-        answers = wanted < ASKED if given is not None else None
+        questions = wanted >= ASKED if given is not None else None
         wanted = torch.where(wanted < ASKED, wanted, wanted - ASKED)
         labels, taught = step.weight * step.labels, step.weight * step.teacher
-        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count, answers)
+        _, cross_entropy, gradient = self.loss(logits.detach(), wanted, given, labels, taught, count, questions)
         logits.backward(gradient)
         return cross_entropy, logits.detach().view(*ids.shape, -1)
 

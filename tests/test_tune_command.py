@@ -113,7 +113,14 @@ def test_weights_are_averaged_and_the_schedule_goes_with_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "questions"), [((), True), (("--no-questions",), False), (("--recipe", "paper", "--questions"), True)]
+    ("options", "questions"),
+    [
+        ((), True),
+        (("--no-questions",), False),
+        (("--method", "bps"), False),
+        (("--recipe", "paper"), False),
+        (("--recipe", "paper", "--questions"), True),
+    ],
 )
 def test_questions_are_learned_as_the_recipe_says(
     options: tuple[str, ...], questions: bool, tiny_llama: Path, tmp_path: Path

@@ -21,7 +21,7 @@ from otaro.nn import FakeSefpEmbedding, FakeSefpLinear
 from otaro.precision import Precision
 from otaro.sefp import Format, Tiers
 from otaro.tune.average import RESTS
-from otaro.tune.data import IGNORED
+from otaro.tune.data import IGNORED, Collator
 from otaro.tune.distillation import distilled_loss
 from otaro.tune.tiers import (
     Measured,
@@ -522,6 +522,42 @@ def test_questions_are_learned_by_tiers_from_predictions_alone(tmp_path: Path) -
     assert run.path.losses[M4] == pytest.approx(float(entropy.detach().mean()), rel=1e-4)
 
 
+def asked_and_answered() -> list[dict[str, torch.Tensor]]:
+    """Sequences of several lengths, of which the first half is a question."""
+    sequences = []
+    for number, ids in enumerate(Blocks().ids):
+        kept = ids[: 16 - number % 3]
+        sequences.append({"input_ids": kept, "labels": kept.clone().index_fill(0, torch.arange(8), IGNORED)})
+    return sequences
+
+
+def test_questions_in_padded_and_accumulated_batches(tmp_path: Path) -> None:
+    results = []
+    for size in (4, 2):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        run = trainer(tmp_path / str(size), method="tiers", max_steps=2, questions=True, **options)
+        run.train_dataset, run.data_collator = asked_and_answered(), Collator(0)
+        passed: list[set[str]] = []
+        run.model.register_forward_pre_hook(lambda _, __, given, to=passed: to.append(set(given)), with_kwargs=True)
+        run.train()
+        assert set().union(*passed) <= {"input_ids", "labels", "attention_mask", "use_cache", "num_items_in_batch"}
+        results.append(run.model.state_dict())
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_without_predictions_tiers_learn_questions_from_the_data(tmp_path: Path) -> None:
+    results = []
+    for name, questions in (("asked", True), ("whole", False)):
+        run = trainer(tmp_path / name, method="tiers", max_steps=2, distillation=0.0, questions=questions)
+        whole = [{"input_ids": ids, "labels": ids} for ids in Blocks().ids]
+        masked = [{**each, "labels": each["labels"].clone().index_fill(0, torch.arange(8), IGNORED)} for each in whole]
+        run.train_dataset = masked if questions else whole
+        run.train()
+        results.append(run.model.state_dict())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     """The forward pass is computed again in the backward one, at the width it had."""
     runs = [trainer(tmp_path / str(on), method="tiers", max_steps=6, gradient_checkpointing=on) for on in (0, 1)]
@@ -574,17 +610,16 @@ def test_the_taught_loss_has_the_gradient_that_autograd_finds(distillation: floa
     logits, teacher = torch.randn(2, 3, 200, 50, generator=generator).mul(2)
     labels = torch.randint(0, 50, (3, 200), generator=generator)
     labels[0, :150] = IGNORED
-    answers = torch.rand(3, 200, generator=generator) < 0.6 if questions else torch.ones_like(labels, dtype=torch.bool)
+    asked = torch.rand(3, 200, generator=generator) < (0.4 if questions else 0.0)
     logits.requires_grad_()
-    given = answers if questions else None
-    loss, cross_entropy = distilled_loss(logits, teacher, labels, distillation, given)
+    loss, cross_entropy = distilled_loss(logits, teacher, labels, distillation, asked if questions else None)
     (found,) = torch.autograd.grad(3 * loss, logits)
     chosen = labels[:, 1:] != IGNORED
     values = logits[:, :-1][chosen].log_softmax(-1)
     expected = nn.functional.nll_loss(values, labels[:, 1:][chosen], reduction="sum")
     torch.testing.assert_close(cross_entropy, expected.detach())
     divergence = nn.functional.kl_div(values, teacher[:, :-1][chosen].log_softmax(-1), reduction="sum", log_target=True)
-    own = answers[:, 1:][chosen]
+    own = ~asked[:, 1:][chosen]
     learned = nn.functional.nll_loss(values[own], labels[:, 1:][chosen][own], reduction="sum")
     wanted = (1 - distillation) * learned + distillation * divergence
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-4)

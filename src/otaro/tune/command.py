@@ -93,7 +93,8 @@ def tune(
         bool | None,
         typer.Option(
             "--questions/--no-questions",
-            help="Learn what is asked in instructions and conversations too, or the answers only; else the recipe's.",
+            help="Learn the questions of instructions and conversations too, not the answers alone. Left out: the "
+            "recipe's with tiers, the answers with other methods.",
         ),
     ] = None,
     average: Annotated[
@@ -159,7 +160,6 @@ def tune(
         "delay": delay,
         "delay_apply": delay_apply,
         "embedding_floor": embedding_floor,
-        "questions": questions,
     }
     options = {**find_recipe(recipe), **{name: value for name, value in given.items() if value is not None}}
     if method is None and options["method"] == "tiers":
@@ -172,6 +172,10 @@ def tune(
         options["average"] = 0.0
     if average is not None:
         options["average"] = average
+    if options["method"] != "tiers":
+        options["questions"] = False
+    if questions is not None:
+        options["questions"] = questions
     args = TuneArguments(
         **options,
         output_dir=str(work),

@@ -34,8 +34,8 @@ from otaro.evaluate.perplexity import split_windows
 
 IGNORED = -100
 """The label of a token that is not predicted, as transformers has it."""
-ANSWERS = "answers"
-"""What a batch calls the tokens that are no questions, where it has both."""
+QUESTIONS = "otaro_questions"
+"""What a batch calls the mask of the tokens that are questions, where these are learned."""
 Layout = Literal["packed", "padded"]
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 FILE_SUFFIXES = (*JSONL_SUFFIXES, ".txt", ".md", ".text", ".raw", ".tokens", ".csv", ".parquet")
@@ -104,7 +104,7 @@ def _pack(tokens: Iterable[tuple[list[int], list[int]]], length: int, named: str
             "choose shorter sequences"
         )
     cut = [slice(start, start + length) for start in range(0, count * length, length)]
-    # A block without an answer in it would give no loss.
+    # A block without an answer in it would give no loss; it is left out where questions are learned, too.
     kept = [part for part in cut if any(label != IGNORED for label in labels[part][1:])]
     return Blocks([ids[part] for part in kept], [labels[part] for part in kept], len(cut) - len(kept))
 
@@ -155,18 +155,25 @@ class Collator:
 class WithQuestions:
     """Around a collator: what has no label and is no padding, questions, is to be learned too.
 
-    `answers` in the batch is true for the other tokens: some are learned in another way than questions.
+    The mask QUESTIONS in the batch says where they are: tiers learn them from predictions alone.
     """
 
     collator: Callable[[Any], Any]
 
     def __call__(self, sequences: Any) -> dict[str, Any]:
         batch = dict(self.collator(sequences))
-        ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
-        questions = labels == IGNORED
+        if "labels" not in batch:
+            return batch
+        questions = batch["labels"] == IGNORED
+        mask = batch.get("attention_mask")
         if mask is not None:
+            if not isinstance(mask, Tensor) or mask.shape != questions.shape:
+                raise OtaroError(
+                    "the collator's attention mask does not say which tokens are padding, so questions cannot be told "
+                    "from it: give one of the shape of the labels, or set questions to False"
+                )
             questions &= mask.bool()
-        return {**batch, "labels": torch.where(questions, ids, labels), ANSWERS: ~questions}
+        return {**batch, "labels": torch.where(questions, batch["input_ids"], batch["labels"]), QUESTIONS: questions}
 
 
 def make_collator(tokenizer: Any) -> Collator:

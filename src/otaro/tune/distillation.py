@@ -31,16 +31,16 @@ def loss_and_gradient(
     labels: float,
     taught: float,
     count: Tensor,
-    answers: Tensor | None = None,
+    questions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, cross entropy and gradient: sums over the tokens whose target is not IGNORED, divided by `count`.
 
-    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is a number. Where `answers` [tokens]
-    is false, `labels` is taken as 0; the cross entropy is that of all tokens.
+    `logits` and `teacher` are [tokens, vocabulary], `targets` [tokens], `count` is a number. Where `questions`
+    [tokens] is true, `labels` is taken as 0; the cross entropy is that of all tokens.
     """
     values = logits.float()
     counted = (targets != IGNORED)[:, None] / count
-    learned = labels * (counted if answers is None else counted * answers[:, None])
+    learned = labels * (counted if questions is None else counted * ~questions[:, None])
     wanted = targets.clamp(min=0)[:, None]
     log_total = values.logsumexp(-1, keepdim=True)
     entropy = log_total - values.gather(1, wanted)
@@ -61,16 +61,16 @@ def loss_and_gradient(
 class _Distilled(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, teacher: Tensor, distillation: float, answers: Tensor | None
+        ctx: Any, logits: Tensor, targets: Tensor, teacher: Tensor, distillation: float, questions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         one = torch.ones((), device=logits.device)
         gradient = torch.empty_like(logits)
         loss = cross_entropy = torch.zeros((), device=logits.device)
         for start in range(0, len(logits), ROWS):
             rows = slice(start, start + ROWS)
-            some = None if answers is None else answers[rows]
+            asked = None if questions is None else questions[rows]
             found, entropy, gradient[rows] = loss_and_gradient(
-                logits[rows], targets[rows], teacher[rows], 1 - distillation, distillation, one, some
+                logits[rows], targets[rows], teacher[rows], 1 - distillation, distillation, one, asked
             )
             loss, cross_entropy = loss + found, cross_entropy + entropy
         ctx.save_for_backward(gradient)
@@ -84,15 +84,15 @@ class _Distilled(torch.autograd.Function):
 
 
 def distilled_loss(
-    logits: Tensor, teacher: Tensor, labels: Tensor, distillation: float, answers: Tensor | None = None
+    logits: Tensor, teacher: Tensor, labels: Tensor, distillation: float, questions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """What a narrow width learns from, and its cross entropy: sums over the predicted tokens.
 
-    `distillation` is the share of the KL divergence from the teacher's predictions, the rest is the cross entropy; of
-    labels where `answers` is false, which are questions, only the former counts.
+    `distillation` is the share of the KL divergence from the teacher's predictions, the rest is the cross entropy.
+    Where `questions` is true only the former counts.
     """
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-    own = None if answers is None else torch.nn.functional.pad(answers[:, 1:], (0, 1)).flatten()
-    given = (logits.flatten(0, 1), targets, teacher.flatten(0, 1), distillation, own)
+    asked = None if questions is None else torch.nn.functional.pad(questions[:, 1:], (0, 1)).flatten()
+    given = (logits.flatten(0, 1), targets, teacher.flatten(0, 1), distillation, asked)
     result: tuple[Tensor, Tensor] = _Distilled.apply(*given)  # type: ignore[no-untyped-call]
     return result

@@ -39,7 +39,7 @@ from otaro.sources.base import quiet
 from otaro.tune import average, resume
 from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_signature, settings
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
-from otaro.tune.data import ANSWERS, IGNORED, WithQuestions
+from otaro.tune.data import IGNORED, QUESTIONS, WithQuestions
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import distilled_loss
 from otaro.tune.path import TieredPath
@@ -188,7 +188,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """The Trainer's; what was predicted teaches the tiers."""
-        inputs = {name: value for name, value in inputs.items() if name != ANSWERS}
+        inputs = {name: value for name, value in inputs.items() if name != QUESTIONS}
         if not self.tiers or not model.training:
             return super().compute_loss(model, inputs, *args, **options)
         options["return_outputs"] = True
@@ -258,7 +258,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 for batch in batches:
                     inputs = self._prepare_inputs(batch)
                     with self.accelerator.no_sync(model) if copies else nullcontext(), torch.set_grad_enabled(learned):
-                        labels, _ = inputs.pop("labels"), inputs.pop(ANSWERS, None)
+                        labels, _ = inputs.pop("labels"), inputs.pop(QUESTIONS, None)
                         with self.compute_loss_context_manager():
                             logits = model(**inputs, use_cache=False).logits
                             loss, _ = distilled_loss(logits, logits.detach(), labels, 0.0)
@@ -301,16 +301,17 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             name: value[taken] if isinstance(value, Tensor) and value.shape[:1] == (size,) else value
             for name, value in inputs.items()
         }
-        labels, answers = part.pop("labels"), part.pop(ANSWERS, None)
+        labels, questions = part.pop("labels"), part.pop(QUESTIONS, None)
         if not rows:
             labels = torch.full_like(labels, IGNORED)
         before = self._layers[0].precision
         self.set_width(turn.width, again=True)
         with self.compute_loss_context_manager():
             outputs = model(**part, use_cache=False)
-            loss, cross_entropy = distilled_loss(
-                outputs.logits, teacher[taken], labels, self.args.distillation, answers
-            )
+            # A tier that follows no predictions learns questions from the data, too.
+            distillation = self.args.distillation
+            given = (outputs.logits, teacher[taken], labels, distillation, questions if distillation else None)
+            loss, cross_entropy = distilled_loss(*given)
         # Gradients and losses are averaged over the processes, these are parts of a sum.
         scale = self.accelerator.num_processes / turn.tokens.clamp(min=1)
         self.accelerator.backward(loss * scale)
