@@ -8,19 +8,20 @@
         --json alpaca_zero_shot.json --plot alpaca_zero_shot.png
     python experiments/alpaca_zero_shot.py report --earlier experiments/alpaca_zero_shot.json     # what is there
 
-`prepare` and `report` need the tokenizer and lm-eval, `run` needs a GPU and neither (`run --quick` is for a CPU: few
-updates, few requests). Before tuning and after `fp16` and `tiers` every width is scored; each run of one width at its
-own. The recipe learns questions too, `fp16` and `fixed` the answers only. Runs that are made only if `--only` names
-them: "fp16, questions" and "fixed:E5M3, questions" …, which learn both, and "tiers, answers", the recipe without
-questions. Scores are written after every run, so a run that is cut off keeps what it had. The last twentieth of Alpaca
-is held back, and the perplexity of its answers measured beside the tasks. `report` takes the scores of several calls
-and, with `--earlier`, the figures of earlier reports (of two with the same run, width and seed those that are named
-first; scores before figures), and compares runs seed by seed.
+`prepare` and `report --scores` need the tokenizer and lm-eval, `run` needs a GPU and neither (`run --quick` is for a
+CPU: few and short updates, few requests). Before tuning and after `fp16` and `tiers` every width is scored; each run of
+one width at its own. The recipe learns questions too, `fp16` and `fixed` the answers only. Runs that are made only if
+`--only` names them: "fp16, questions" and "fixed:E5M3, questions" …, which learn both, and "tiers, answers", the recipe
+without questions. Scores are written after every run, so a run that is cut off keeps what it had. The last twentieth of
+Alpaca is held back, and the perplexity of its answers measured beside the tasks. `report` takes the scores of several
+calls and, with `--earlier`, the figures of earlier reports (of two with the same run, width and seed those that are
+named first; scores before figures), and compares runs seed by seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import time
@@ -91,7 +92,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.quick:
         arguments.steps, arguments.batch = 2, 2
         requests["continuations"] = requests["continuations"][:20]
-        blocks, is_answer = blocks[:20], is_answer[:20]
+        arguments.length = 128
+        blocks, is_answer = blocks[:20, -arguments.length :], is_answer[:20, -arguments.length :]
     answers, both = torch.where(is_answer, blocks, IGNORED), torch.where(is_answer, blocks, blocks + ASKED)
     held, aims = blocks[-len(blocks) // 20 :], answers[-len(blocks) // 20 :]
     blocks, answers, both = (of[: -len(held)] for of in (blocks, answers, both))
@@ -109,9 +111,14 @@ def run(arguments: argparse.Namespace) -> None:
     rate = float(min(tried, key=lambda rate: rates.get(rate, 0.0)))
     machine = common.machine()
     scores: dict[str, Any] = {}
+    usual = [name for name in ideas(rate) if not name.endswith((QUESTIONS, ANSWERS))]
+    only = arguments.only.split(";") if arguments.only else usual
+    for name in only:
+        if name not in ideas(rate):
+            raise SystemExit(f"there is no run {name!r}, but {'; '.join(ideas(rate))}")
     wanted = [(int(seed), name, run) for seed in arguments.seeds.split(",") for name, run in ideas(rate).items()]
     for seed, name, (idea, widths, questions) in wanted:
-        if name not in arguments.only.split(";") if arguments.only else name.endswith((QUESTIONS, ANSWERS)):
+        if name not in only:
             continue
         settings = {**{each: getattr(arguments, each) for each in SETTINGS[:3]}, "seed": seed, "learning_rate": rate}
         if scores.get("settings") != json.dumps(settings):
@@ -163,20 +170,25 @@ def report(arguments: argparse.Namespace) -> None:
                 continue
             name, width, _ = key.split("|")
             seed = None if name == "before tuning" else about["settings"]["seed"]
-            figures: dict[str, Any] = {"seed": seed, "perplexity": float(scores[key])}
+            about_run = {"seed": seed, "commit": about["machine"]["commit"]}
+            figures: dict[str, Any] = {**about_run, "perplexity": float(scores[key])}
             scored = f"{name}|{width}|likelihoods"
             if scored in scores.files:
                 greedy = scores[scored.replace("likelihoods", "greedy")]
                 figures |= metrics(tasks, requests, scores[scored], greedy)
+                figures["boolq"] |= inclination(tasks["boolq"], requests, scores[scored])
             # The paper's row of fixed precision takes each width from the run made for it.
             add(result, re.sub(":E5M.", "", name), width, figures)
     for file in arguments.earlier or ():
         earlier = json.loads(Path(file).read_text(encoding="utf-8"))
-        result["files"] += earlier["files"]
+        result["files"] += [about for about in earlier["files"] if about not in result["files"]]
         for name, row in earlier["runs"].items():
             for width, found in row.items():
                 for figures in found:
                     add(result, name, width, figures)
+    shared = {json.dumps({**about["settings"], "seed": None}, sort_keys=True) for about in result["files"]}
+    if len(shared) != 1:
+        raise SystemExit(f"runs of other settings cannot be compared: {'; '.join(sorted(shared)) or 'there are none'}")
     result["differences"] = {
         f"{name} - {other}{note}": {
             width: found
@@ -194,6 +206,15 @@ def report(arguments: argparse.Namespace) -> None:
         common.write_json(Path(arguments.json), result)
     if arguments.plot:
         plot(result, Path(arguments.plot))
+
+
+def inclination(task: Any, requests: dict[str, np.ndarray], likelihoods: np.ndarray) -> dict[str, float]:
+    """How often yes is said to BoolQ's questions, and the accuracy if as many of them were to be answered no as yes."""
+    own = requests["task"] == requests["names"].tolist().index("boolq")
+    limit = int(requests["limit"])
+    right = np.array([doc["label"] for doc in itertools.islice(task.eval_docs, None if limit < 0 else limit)])
+    yes = likelihoods[own].reshape(-1, 2).argmax(1)
+    return {"says_yes": float(yes.mean()), "balanced": float(np.mean([(yes[right == k] == k).mean() for k in (0, 1)]))}
 
 
 def add(result: dict[str, Any], name: str, width: str, figures: dict[str, Any]) -> None:
@@ -284,7 +305,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             linestyle="--" if dashed else "-",
             color=colors.get(kind),
             alpha=0.5 if dashed else 1.0,
-            label=name,
+            label=f"{name}, {len(found[0])} seeds" if len(found[0]) > 1 else name,
         )
         colors[kind] = line[0].get_color()
     axes.set_xlabel("precision")
