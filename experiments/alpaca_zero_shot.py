@@ -153,6 +153,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = {"files": [], "runs": {}}
+    read = [json.loads(Path(file).read_text(encoding="utf-8")) for file in arguments.earlier or ()]
+    tuned = [about["settings"] for earlier in read for about in earlier["files"]]
+    tuned += [json.loads(str(np.load(file)["settings"])) for file in arguments.scores or ()]
+    # What was measured before tuning has no learning rate.
+    shared = {json.dumps({**each, "seed": None}, sort_keys=True) for each in tuned if "learning_rate" in each}
+    if len(shared) != 1:
+        raise SystemExit(f"runs of other settings cannot be compared: {'; '.join(sorted(shared)) or 'there are none'}")
     if arguments.scores:
         from zero_shot_score import metrics
 
@@ -179,16 +186,12 @@ def report(arguments: argparse.Namespace) -> None:
                 figures["boolq"] |= inclination(tasks["boolq"], requests, scores[scored])
             # The paper's row of fixed precision takes each width from the run made for it.
             add(result, re.sub(":E5M.", "", name), width, figures)
-    for file in arguments.earlier or ():
-        earlier = json.loads(Path(file).read_text(encoding="utf-8"))
+    for earlier in read:
         result["files"] += [about for about in earlier["files"] if about not in result["files"]]
         for name, row in earlier["runs"].items():
             for width, found in row.items():
                 for figures in found:
                     add(result, name, width, figures)
-    shared = {json.dumps({**about["settings"], "seed": None}, sort_keys=True) for about in result["files"]}
-    if len(shared) != 1:
-        raise SystemExit(f"runs of other settings cannot be compared: {'; '.join(sorted(shared)) or 'there are none'}")
     result["differences"] = {
         f"{name} - {other}{note}": {
             width: found
