@@ -123,7 +123,7 @@ def test_weights_are_averaged_and_the_schedule_goes_with_it(
     ],
 )
 def test_questions_are_learned_as_the_recipe_says(
-    options: tuple[str, ...], questions: bool, tiny_llama: Path, tmp_path: Path
+    options: tuple[str, ...], questions: bool, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And the first loss is another one without, or with them."""
     data = tmp_path / "data.jsonl"
@@ -134,6 +134,7 @@ def test_questions_are_learned_as_the_recipe_says(
     out = tmp_path / "tuned"
     arguments = (*options, "--data", data, "--steps", 1, "--sequence-length", 32, "--batch-size", 2, "--cpu")
     command(model, out, *arguments)
+    assert ("tokens, questions learned too" in capsys.readouterr().err) is questions
     assert json.loads((out / "tune.json").read_text())["questions"] is questions
     other = tmp_path / "other"
     command(model, other, *arguments, "--no-questions" if questions else "--questions")

@@ -301,7 +301,8 @@ def run(
         )
         left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""
         if first:
-            note(f"{len(blocks)} sequences, {blocks.tokens} tokens{left_out}")
+            asked = ", questions learned too" if args.questions and blocks.questions else ""
+            note(f"{len(blocks)} sequences, {blocks.tokens} tokens{asked}{left_out}")
         before = measure_before(trainer, work, measured, sequence_length, progress)
         trainer.train(found)
         if trainer.interrupted:

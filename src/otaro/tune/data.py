@@ -69,6 +69,11 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
     def tokens(self) -> int:
         return sum(map(len, self.ids))
 
+    @property
+    def questions(self) -> int:
+        """Tokens without a label."""
+        return sum(labels.count(IGNORED) for labels in self.labels)
+
 
 def load_blocks(
     sources: Sequence[str | Path], tokenizer: Any, length: int, *, longest: int | None = None, layout: Layout = "packed"
