@@ -459,6 +459,18 @@ def test_accumulated_batches_equal_one_large_batch(hurt: None, tmp_path: Path) -
         torch.testing.assert_close(small.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
+def check_update(run: OtaroTrainer, model: nn.Module) -> None:
+    """A run of one update by SGD ends with the weights that a model with these gradients has after it."""
+    share_by_hand(model, run.args.format)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.sub_(0.05 * (1.4 if name.endswith("_E5M3") else 1) * parameter.grad)
+    settle_model(model)
+    run.train()
+    for name, weight in model.state_dict().items():
+        assert torch.allclose(weight, run.model.state_dict()[name], atol=1e-5), name
+
+
 def test_sequences_without_a_label_do_not_count(tmp_path: Path) -> None:
     """Tokens are counted over an update, not averaged over its batches."""
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -481,14 +493,7 @@ def test_sequences_without_a_label_do_not_count(tmp_path: Path) -> None:
     found = model(input_ids=ids).logits[:, :-1][marked].log_softmax(-1)
     expected = outputs.logits.detach()[:, :-1][marked].softmax(-1)
     (expected * (expected.log() - found)).sum(-1).mean().backward()
-    share_by_hand(model, run.args.format)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.sub_(0.05 * (1.4 if name.endswith("_E5M3") else 1) * parameter.grad)
-    settle_model(model)
-    run.train()
-    for name, weight in model.state_dict().items():
-        assert torch.allclose(weight, run.model.state_dict()[name], atol=1e-5), name
+    check_update(run, model)
 
 
 def test_questions_are_learned_by_tiers_from_predictions_alone(tmp_path: Path) -> None:
@@ -510,14 +515,7 @@ def test_questions_are_learned_by_tiers_from_predictions_alone(tmp_path: Path) -
     divergence = (expected * (expected.log() - found)).sum(-1)
     entropy = -found.gather(2, ids[:, 1:, None])[..., 0]
     (0.5 * (divergence.sum() + entropy[:, 8:].sum()) / entropy.numel()).backward()
-    share_by_hand(model, run.args.format)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.sub_(0.05 * (1.4 if name.endswith("_E5M3") else 1) * parameter.grad)
-    settle_model(model)
-    run.train()
-    for name, weight in model.state_dict().items():
-        assert torch.allclose(weight, run.model.state_dict()[name], atol=1e-5), name
+    check_update(run, model)
     # What is logged is the loss of all there is to predict, as that of the wide width.
     assert run.path.losses[M4] == pytest.approx(float(entropy.detach().mean()), rel=1e-4)
 
