@@ -84,6 +84,12 @@ def ideas(rate: float) -> dict[str, tuple[Idea | None, list[str], bool]]:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    known = list(ideas(0.0))
+    usual = [name for name in known if not name.endswith((QUESTIONS, ANSWERS))]
+    only = arguments.only.split(";") if arguments.only else usual
+    for name in only:
+        if name not in known:
+            raise SystemExit(f"there is no run {name!r}, but {'; '.join(known)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     alpaca = np.load(arguments.alpaca)
     blocks = torch.from_numpy(alpaca["ids"].astype(np.int64)).to(device)
@@ -111,11 +117,6 @@ def run(arguments: argparse.Namespace) -> None:
     rate = float(min(tried, key=lambda rate: rates.get(rate, 0.0)))
     machine = common.machine()
     scores: dict[str, Any] = {}
-    usual = [name for name in ideas(rate) if not name.endswith((QUESTIONS, ANSWERS))]
-    only = arguments.only.split(";") if arguments.only else usual
-    for name in only:
-        if name not in ideas(rate):
-            raise SystemExit(f"there is no run {name!r}, but {'; '.join(ideas(rate))}")
     wanted = [(int(seed), name, run) for seed in arguments.seeds.split(",") for name, run in ideas(rate).items()]
     for seed, name, (idea, widths, questions) in wanted:
         if name not in only:
