@@ -304,14 +304,14 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         labels, questions = part.pop("labels"), part.pop(QUESTIONS, None)
         if not rows:
             labels = torch.full_like(labels, IGNORED)
+        distillation = self.args.distillation
+        if not distillation:
+            questions = None  # without predictions they are learned from the data, as answers are
         before = self._layers[0].precision
         self.set_width(turn.width, again=True)
         with self.compute_loss_context_manager():
             outputs = model(**part, use_cache=False)
-            # A tier that follows no predictions learns questions from the data, too.
-            distillation = self.args.distillation
-            given = (outputs.logits, teacher[taken], labels, distillation, questions if distillation else None)
-            loss, cross_entropy = distilled_loss(*given)
+            loss, cross_entropy = distilled_loss(outputs.logits, teacher[taken], labels, distillation, questions)
         # Gradients and losses are averaged over the processes, these are parts of a sum.
         scale = self.accelerator.num_processes / turn.tokens.clamp(min=1)
         self.accelerator.backward(loss * scale)
