@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from otaro.evaluate.perplexity import perplexity
 from otaro.precision import Precision
@@ -22,17 +23,33 @@ Perplexities = dict[str, float]
 def measure(
     trainer: OtaroTrainer, tokens: Tensor, widths: Sequence[Precision], window: int, progress: Progress | None
 ) -> Perplexities:
-    """Perplexity of the model as it is now, at each width."""
+    """Perplexity of the model as it is now, at each width, in the type of its weights whatever it is trained in."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     was_training = model.training
     model.eval()
     result = {}
-    for width in widths:
-        with trainer.at_width(width):
-            measured = perplexity(model, tokens, window=window, progress=progress, description=f"perplexity at {width}")
-        result[str(width)] = measured.perplexity
+    with without_autocast(model):
+        for width in widths:
+            description = f"perplexity at {width}"
+            with trainer.at_width(width, exact=True):
+                measured = perplexity(model, tokens, window=window, progress=progress, description=description)
+            result[str(width)] = measured.perplexity
     model.train(was_training)
     return result
+
+
+@contextmanager
+def without_autocast(model: nn.Module) -> Iterator[None]:
+    """The forward that a model had before accelerate put mixed precision around it."""
+    wrapped, original = model.forward, getattr(model, "_original_forward", None)
+    if original is None:
+        yield
+        return
+    model.forward = original
+    try:
+        yield
+    finally:
+        model.forward = wrapped
 
 
 def table(before: Perplexities, after: Perplexities, log: Sequence[dict[str, Any]]) -> Table:

@@ -135,9 +135,12 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self._refresh(again=again)
 
     @contextmanager
-    def at_width(self, width: Precision | None) -> Iterator[None]:
+    def at_width(self, width: Precision | None, *, exact: bool = False) -> Iterator[None]:
+        """`exact`: with values in the weights' own type, not in the type that is trained in."""
         before = self._layers[0].precision
         self.set_width(width)
+        if exact:
+            self._refresh.clear()
         try:
             yield
         finally:
