@@ -118,18 +118,25 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int) -> None:
     parser.add_argument("--plot", help="draw them there")
 
 
+WIDTHS = [str(precision) for precision in Precision]
+
+
 def draw(path: Path, title: str, lines: dict[str, dict[str, tuple[float, float]]]) -> None:
-    """Perplexity with its spread at every width, a line for each run."""
+    """Perplexity with its spread, a line for each run; wide and narrow widths apart, whose scales differ."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for name, row in lines.items():
-        means, spreads = zip(*row.values(), strict=True)
-        axes.errorbar(list(row), means, spreads, marker="o", label=name)
-    axes.set(xlabel="precision", ylabel="perplexity", title=title)
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    for axes, part in zip(figure.subplots(1, 2, width_ratios=(4, 3)), (WIDTHS[:4], WIDTHS[4:]), strict=True):
+        for number, (name, row) in enumerate(lines.items()):
+            found = [(WIDTHS.index(width), *row[width]) for width in part if width in row]
+            if found:
+                style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "capsize": 3}
+                axes.errorbar(*zip(*found, strict=True), marker="o", label=name, **style)
+        axes.set(xlabel="precision", ylabel="perplexity")
+        axes.set_xticks([WIDTHS.index(width) for width in part], part)
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    figure.suptitle(title)
     figure.savefig(path, dpi=130)
 
 

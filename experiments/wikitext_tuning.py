@@ -167,9 +167,13 @@ def show(result: dict[str, Any]) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    # The two left out are so far off that they would flatten the rest; the table has them.
+    # The two left out are so far off that they would flatten the rest, as runs of one width do at others; the table
+    # has them.
     rows = {name: row for name, row in means(result).items() if name not in ("before tuning", "paper")}
+    own = {width: rows.pop(f"fixed:{width}")[width] for width in NAMES[:-1] if f"fixed:{width}" in rows}
     lines = {name: {width: row[width] for width in NAMES[:-1]} for name, row in rows.items()}
+    if own:
+        lines["fixed, each run at its width"] = own
     draw(path, f"{result['model']}, test", lines)
 
 
