@@ -80,13 +80,15 @@ SHARED = """
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from otaro import convert
+from otaro.ops import gpu
 from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import add_tiers, share_gradients
 
+gpu.BLOCK_WEIGHTS = 16384
 low = [Precision.E5M3, Precision.E5M4]
-sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+sizes = {"vocab_size": 80, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 1}
 heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": True}
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads))
