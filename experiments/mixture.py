@@ -2,7 +2,7 @@
 
     python experiments/mixture.py --train wiki.train.tokens --valid wiki.valid.tokens --json FILE
     python experiments/mixture.py --train wiki.train.tokens --valid wiki.valid.tokens --quick     # on a CPU
-    python experiments/mixture.py --show FILE [--plot FILE.png]
+    python experiments/mixture.py --show FILE … [--plot FILE.png]     # of several seeds together
 
 There is no small pretrained mixture at hand, so one is made: every MLP of SmolLM2 becomes four experts, copies of it
 with a little noise, and a router chooses two of them for each token (Mixtral's architecture; untuned it computes what
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -139,20 +140,34 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def show(result: dict[str, Any]) -> None:
-    print(f"\n| run | {' | '.join(NAMES)} | passes | same experts at E5M3 | used least, most |")
+def spread(values: list[float]) -> tuple[float, float]:
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def perplexities(results: list[dict[str, Any]]) -> dict[str, dict[str, tuple[float, float]]]:
+    """For every run and width the mean over results, each of a seed, and the standard deviation."""
+    return {
+        name: {width: spread([result["runs"][name]["perplexity"][width] for result in results]) for width in NAMES}
+        for name in results[0]["runs"]
+    }
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    print(f"\n| run | {' | '.join(NAMES)} | passes (first seed) | same experts at E5M3 | used least, most |")
     print("|---" * (len(NAMES) + 4) + "|")
-    for name, row in result["runs"].items():
-        cells = [f"{row['perplexity'][width]:.2f}" for width in NAMES]
-        passes = ", ".join(f"{width} {count}" for width, count in sorted(row.get("passes", {}).items(), reverse=True))
-        used = f"{row['least_used_expert']:.0%}, {row['most_used_expert']:.0%}"
-        print(f"| {name} | {' | '.join(cells)} | {passes} | {row['same_experts']['E5M3']:.0%} | {used} |")
+    for name, row in perplexities(results).items():
+        found = [result["runs"][name] for result in results]
+        cells = [f"{mean:.2f} ± {deviation:.2f}" if deviation else f"{mean:.2f}" for mean, deviation in row.values()]
+        counts = sorted(found[0].get("passes", {}).items(), reverse=True)
+        passes = ", ".join(f"{width} {count}" for width, count in counts)
+        same = statistics.mean(run["same_experts"]["E5M3"] for run in found)
+        least, most = (statistics.mean(run[f"{which}_used_expert"] for run in found) for which in ("least", "most"))
+        print(f"| {name} | {' | '.join(cells)} | {passes} | {same:.0%} | {least:.0%}, {most:.0%} |")
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    rows = {name: row["perplexity"] for name, row in result["runs"].items() if name != "before tuning"}
-    lines = {name: {width: (row[width], 0.0) for width in NAMES[:-1]} for name, row in rows.items()}
-    draw(path, f"{result['model']} made a mixture of experts", lines)
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    lines = {name: row for name, row in perplexities(results).items() if name != "before tuning"}
+    draw(path, f"{results[0]['model']} made a mixture of experts", lines)
 
 
 def main() -> None:
@@ -164,17 +179,17 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a few small updates each of the first six layers, for a look"
     )
-    parser.add_argument("--show", help="print the table of an earlier run and stop")
+    parser.add_argument("--show", nargs="+", help="print the table of earlier runs, a file to a seed, and stop")
     arguments = parser.parse_args()
     if arguments.show:
-        result = json.loads(Path(arguments.show).read_text(encoding="utf-8"))
+        results = [json.loads(Path(file).read_text(encoding="utf-8")) for file in arguments.show]
     elif arguments.train and arguments.valid:
-        result = run(arguments)
+        results = [run(arguments)]
     else:
         parser.error("--train and --valid, or --show, are needed")
-    show(result)
+    show(results)
     if arguments.plot:
-        plot(result, Path(arguments.plot))
+        plot(results, Path(arguments.plot))
 
 
 if __name__ == "__main__":
