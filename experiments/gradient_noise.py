@@ -10,10 +10,10 @@ the gradient of the paper's Eq. 4, the mean over the widths.
 
 **Fig. 5.** e_t = |‖∇sefp‖ - ‖∇fp‖| of batch t. The paper sees it oscillate periodically and takes this for the sawtooth
 of rounding that weights pass through as they are tuned. Weights that do not move pass through nothing, so what `still`
-shows cannot come from there; `same_as_still` is the correlation of a tuned series with the still one on the same
-batches, `codes_changed` the share of weights whose code changed at all. Periodicity is tested on the series less its
-straight line: autocorrelations outside ±1.96/√n (1 in 20 is expected of white noise) and Fisher's g test on the
-periodogram.
+shows cannot come from there; `codes_changed` is the share of weights whose code changed at all. What the table says
+of the order of errors goes by their ranks, since a batch in 200 may have a hundred times the median's: the correlation
+of a tuned series with the still one on the same batches, and, less a straight line, autocorrelations outside ±1.96/√n
+(1 in 20 is expected of white noise) and Fisher's g test on the periodogram.
 
 **Fig. 6 and Eq. 17.** Y = ∇sefp - X·∇fp, `still` only: see perturbation.py.
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -214,12 +215,6 @@ def norm_summary(
                 "deviation": error.std(ddof=1) / full,
                 "signed_mean": signed.mean() / full,
             }
-            if place in SHOWN:
-                row["same_as_still"] = correlation(error, np.abs(still[place][:, column]))
-                row["with_full_norm"] = correlation(error, series[:, 0])
-                row |= periodicity(error)
-                if place != SHOWN[0]:
-                    del row["autocorrelation"]
             summary["places"][place][width] = row
     for place in SHOWN:
         relative = errors[place] / errors[place][:, 0].mean()
@@ -227,12 +222,15 @@ def norm_summary(
     return summary
 
 
-def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.corrcoef(a, b)[0, 1])
+def ranks(series: list[float]) -> np.ndarray:
+    """Errors by their order of size: a single batch has a hundred times the median's and would hide all others."""
+    return np.abs(series).argsort().argsort().astype(float)
 
 
-def periodicity(series: np.ndarray) -> dict[str, float | list[float]]:
-    """Is there more in the order of the values than in white noise?"""
+def order(result: dict[str, Any], mode: str, place: str, width: str) -> dict[str, Any]:
+    """Is there more in the order of the errors than in white noise?"""
+    series = ranks(result["norms"][mode]["series"][place][width])
+    still = ranks(result["norms"]["still"]["series"][place][width])
     count = len(series)
     index = np.arange(count)
     flat = series - np.polyval(np.polyfit(index, series, 1), index)
@@ -244,10 +242,10 @@ def periodicity(series: np.ndarray) -> dict[str, float | list[float]]:
     # Fisher's g: the largest of `terms` ordinates of white noise exceeds this share with at most this probability.
     chance = min(1.0, terms * (1 - share) ** (terms - 1))
     return {
-        "autocorrelation": found.tolist(),
+        "same_as_still": float(np.corrcoef(series, still)[0, 1]),
+        "autocorrelation": found,
         "outside_band": float((np.abs(found) > 1.96 / np.sqrt(count)).mean()) if lags else 0.0,
         "period": count / (1 + int(power.argmax())),
-        "period_share": float(share),
         "period_chance": float(chance),
     }
 
@@ -277,16 +275,17 @@ def show(result: dict[str, Any]) -> None:
             rows = [measured["places"][place][width] for width in widths]
             cells = (f"{row['mean']:.4f} ± {row['deviation']:.4f}" for row in rows)
             print(f"| {mode}, {place} | {' | '.join(cells)} |")
-    print(f"\n| order of that series, whole model | {head}")
+    print(f"\n| order of that series, by ranks | {head}")
     labels = {
         "same_as_still": "correlation with the still series",
         "outside_band": "autocorrelations outside the band",
+        "period": "strongest period, batches",
         "period_chance": "chance of so strong a period",
     }
-    for mode, measured in result["norms"].items():
+    for mode, place in itertools.product(result["norms"], SHOWN):
+        rows = [order(result, mode, place, width) for width in widths]
         for key, label in labels.items():
-            cells = (f"{measured['places']['model'][width][key]:.3f}" for width in widths)
-            print(f"| {mode}: {label} | {' | '.join(cells)} |")
+            print(f"| {mode}, {place}: {label} | {' | '.join(f'{row[key]:.3g}' for row in rows)} |")
     for mode, measured in result["norms"].items():
         if "codes_changed" in measured:
             print(f"{mode}: share of codes changed: {measured['codes_changed']}")
@@ -325,22 +324,22 @@ def plot(result: dict[str, Any], file: Path) -> None:
     series.legend(fontsize=8, ncols=2)
 
     for offset, (mode, measured) in enumerate(norms.items()):
-        rows = [measured["places"]["model"][width] for width in widths]
+        found = np.abs([measured["series"][SHOWN[0]][width] for width in widths])
+        low, middle, high = np.quantile(found, (0.25, 0.5, 0.75), axis=1)
         position = np.arange(len(widths)) + 0.15 * (offset - 1)
-        deviation = [row["deviation"] for row in rows]
-        spread.errorbar(position, [row["mean"] for row in rows], deviation, fmt="o", capsize=3, label=mode)
+        spread.errorbar(position, middle, (middle - low, high - middle), fmt="o", capsize=3, label=mode)
     spread.set_xticks(range(len(widths)), widths)
     spread.set(xlabel="width", ylabel="| ‖∇sefp‖ - ‖∇fp‖ | / mean ‖∇fp‖")
-    spread.set_title("Whole model: mean and deviation over batches")
+    spread.set_title("Whole model: median and quartiles over batches")
     spread.legend()
 
     narrowest = widths[-1]
-    for mode, measured in norms.items():
-        found = measured["places"]["model"][narrowest]["autocorrelation"]
+    for mode in norms:
+        found = order(result, mode, SHOWN[0], narrowest)["autocorrelation"]
         echo.plot(range(1, len(found) + 1), found, marker=".", label=mode)
     band = 1.96 / np.sqrt(result["batches"])
     echo.axhspan(-band, band, color="grey", alpha=0.2, label="white noise, 95 %")
-    echo.set(xlabel="lag, batches", ylabel="autocorrelation")
+    echo.set(xlabel="lag, batches", ylabel="autocorrelation of ranks")
     echo.set_title(f"Is it periodic? Whole model at {narrowest}")
     echo.legend()
 

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import common
@@ -116,28 +115,6 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int) -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--json", help="write the results there, after every run")
     parser.add_argument("--plot", help="draw them there")
-
-
-WIDTHS = [str(precision) for precision in Precision]
-
-
-def draw(path: Path, title: str, lines: dict[str, dict[str, tuple[float, float]]]) -> None:
-    """Perplexity with its spread, a line for each run; wide and narrow widths apart, whose scales differ."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    for axes, part in zip(figure.subplots(1, 2, width_ratios=(4, 3)), (WIDTHS[:4], WIDTHS[4:]), strict=True):
-        for number, (name, row) in enumerate(lines.items()):
-            found = [(WIDTHS.index(width), *row[width]) for width in part if width in row]
-            if found:
-                style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "capsize": 3}
-                axes.errorbar(*zip(*found, strict=True), marker="o", label=name, **style)
-        axes.set(xlabel="precision", ylabel="perplexity")
-        axes.set_xticks([WIDTHS.index(width) for width in part], part)
-        axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside right upper")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=130)
 
 
 class Lab:

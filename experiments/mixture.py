@@ -14,14 +14,14 @@ those it makes at full precision.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import common
+import tables
 import torch
-from lab import Idea, Lab, add_arguments, draw
+from lab import Idea, Lab, add_arguments
 from recipe_search import REFINED5, UNIFORM, chosen, drawn, fixed, searched
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -31,7 +31,6 @@ from otaro.precision import Precision
 EXPERTS = 4
 COPIED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHARED = ("vocab_size", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "tie_word_embeddings")
-NAMES = [*(str(precision) for precision in Precision), "full"]
 
 
 def upcycled(model: Any, noise: float = 0.02, seed: int = 0) -> Any:
@@ -132,42 +131,29 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "tiers": chosen(rate),
     }
     for name, idea in runs.items():
-        took = {} if idea is None else lab.tune(idea, blocks, arguments.steps, arguments.batch, arguments.seed)
-        result["runs"][name] = {**took, **measure(lab, choices, valid, window)}
-        print(name, {key: round(value, 3) for key, value in result["runs"][name]["perplexity"].items()}, flush=True)
+        took: dict[str, Any] = {}
+        if idea is not None:
+            took = {
+                "seed": arguments.seed,
+                **lab.tune(idea, blocks, arguments.steps, arguments.batch, arguments.seed),
+            }
+        row = {**took, **measure(lab, choices, valid, window)}
+        result["runs"][name] = [row]
+        print(name, {key: round(value, 3) for key, value in row["perplexity"].items()}, flush=True)
         if arguments.json:
             common.write_json(Path(arguments.json), result)
     return result
 
 
-def spread(values: list[float]) -> tuple[float, float]:
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def perplexities(results: list[dict[str, Any]]) -> dict[str, dict[str, tuple[float, float]]]:
-    """For every run and width the mean over results, each of a seed, and the standard deviation."""
-    return {
-        name: {width: spread([result["runs"][name]["perplexity"][width] for result in results]) for width in NAMES}
-        for name in results[0]["runs"]
-    }
-
-
-def show(results: list[dict[str, Any]]) -> None:
-    print(f"\n| run | {' | '.join(NAMES)} | passes (first seed) | same experts at E5M3 | used least, most |")
-    print("|---" * (len(NAMES) + 4) + "|")
-    for name, row in perplexities(results).items():
-        found = [result["runs"][name] for result in results]
-        cells = [f"{mean:.2f} ± {deviation:.2f}" if deviation else f"{mean:.2f}" for mean, deviation in row.values()]
-        counts = sorted(found[0].get("passes", {}).items(), reverse=True)
-        passes = ", ".join(f"{width} {count}" for width, count in counts)
-        same = statistics.mean(run["same_experts"]["E5M3"] for run in found)
-        least, most = (statistics.mean(run[f"{which}_used_expert"] for run in found) for which in ("least", "most"))
-        print(f"| {name} | {' | '.join(cells)} | {passes} | {same:.0%} | {least:.0%}, {most:.0%} |")
-
-
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    lines = {name: row for name, row in perplexities(results).items() if name != "before tuning"}
-    draw(path, f"{results[0]['model']} made a mixture of experts", lines)
+def show(result: dict[str, Any]) -> None:
+    passes, same, used = {}, {}, {}
+    for name, rows in result["runs"].items():
+        counts = sorted(rows[0].get("passes", {}).items(), reverse=True)
+        passes[name] = ", ".join(f"{width} {count}" for width, count in counts)
+        same[name] = f"{statistics.mean(row['same_experts']['E5M3'] for row in rows):.0%}"
+        shares = [statistics.mean(row[f"{which}_used_expert"] for row in rows) for which in ("least", "most")]
+        used[name] = ", ".join(f"{share:.0%}" for share in shares)
+    tables.show(result, passes_of_the_first_seed=passes, same_experts_at_E5M3=same, used_least_and_most=used)
 
 
 def main() -> None:
@@ -182,14 +168,14 @@ def main() -> None:
     parser.add_argument("--show", nargs="+", help="print the table of earlier runs, a file to a seed, and stop")
     arguments = parser.parse_args()
     if arguments.show:
-        results = [json.loads(Path(file).read_text(encoding="utf-8")) for file in arguments.show]
+        result = tables.together(arguments.show)
     elif arguments.train and arguments.valid:
-        results = [run(arguments)]
+        result = run(arguments)
     else:
         parser.error("--train and --valid, or --show, are needed")
-    show(results)
+    show(result)
     if arguments.plot:
-        plot(results, Path(arguments.plot))
+        tables.draw(result, Path(arguments.plot), f"{result['model']} made a mixture of experts", ("before tuning",))
 
 
 if __name__ == "__main__":

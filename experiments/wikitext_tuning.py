@@ -14,14 +14,14 @@ recipe without them), `earlier` (forms that the recipe had), `ablation` (Fig. 8)
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import common
+import tables
 import torch
-from lab import Idea, Lab, add_arguments, draw
+from lab import Idea, Lab, add_arguments
 from recipe_search import EARLIER, REFINED5, THRICE, TO_NOTHING, UNIFORM, chosen, drawn, fixed, searched
 
 from otaro.precision import Precision
@@ -29,8 +29,6 @@ from otaro.sefp import Format
 
 M8, M7, M6, M5, M4, M3 = Precision
 FORMAT = REFINED5
-NAMES = [*(str(precision) for precision in Precision), "full"]
-
 
 GROUPS = ("methods", "fixed", "averaged", "earlier", "ablation", "data", "floors")
 
@@ -135,46 +133,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def together(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The runs of several results; of two with the same name and seed the one that is named first."""
-    runs: dict[str, dict[Any, Any]] = {}
-    for result in results:
-        for name, rows in result["runs"].items():
-            for row in rows:
-                runs.setdefault(name, {}).setdefault(row.get("seed"), row)
-    return {**results[0], "runs": {name: list(rows.values()) for name, rows in runs.items()}}
-
-
-def means(result: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
-    """For every run and width the mean over seeds and the standard deviation."""
-    table = {}
-    for name, rows in result["runs"].items():
-        values = {width: [row["perplexity"][width] for row in rows] for width in NAMES}
-        table[name] = {
-            width: (statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0)
-            for width, found in values.items()
-        }
-    return table
-
-
 def show(result: dict[str, Any]) -> None:
-    print(f"\n| run | {' | '.join(name.removeprefix('E5') for name in NAMES)} | ms an update |")
-    print("|---" * (len(NAMES) + 2) + "|")
-    for name, row in means(result).items():
-        cells = [f"{mean:.2f} ± {spread:.2f}" if spread else f"{mean:.2f}" for mean, spread in row.values()]
-        seconds = [run["step_seconds"] for run in result["runs"][name] if "step_seconds" in run]
-        print(f"| {name} | {' | '.join(cells)} | {f'{1e3 * statistics.median(seconds):.1f}' if seconds else ''} |")
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    # The two left out are so far off that they would flatten the rest, as runs of one width do at others; the table
-    # has them.
-    rows = {name: row for name, row in means(result).items() if name not in ("before tuning", "paper")}
-    own = {width: rows.pop(f"fixed:{width}")[width] for width in NAMES[:-1] if f"fixed:{width}" in rows}
-    lines = {name: {width: row[width] for width in NAMES[:-1]} for name, row in rows.items()}
-    if own:
-        lines["fixed, each run at its width"] = own
-    draw(path, f"{result['model']}, test", lines)
+    seconds = {
+        name: [row["step_seconds"] for row in rows if "step_seconds" in row] for name, rows in result["runs"].items()
+    }
+    took = {name: f"{1e3 * statistics.median(found):.1f}" for name, found in seconds.items() if found}
+    tables.show(result, ms_an_update=took)
 
 
 def main() -> None:
@@ -186,16 +150,18 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", help="with commas between")
     parser.add_argument("--quick", action="store_true", help="four small updates each, for a look")
     parser.add_argument("--show", nargs="+", help="print the table of earlier runs and stop")
+    parser.add_argument("--title", help="of the plot")
     arguments = parser.parse_args()
     if arguments.show:
-        result = together([json.loads(Path(file).read_text(encoding="utf-8")) for file in arguments.show])
+        result = tables.together(arguments.show)
     elif arguments.train and arguments.test:
         result = run(arguments)
     else:
         parser.error("--train and --test, or --show, are needed")
     show(result)
     if arguments.plot:
-        plot(result, Path(arguments.plot))
+        # The two left out are so far off that they would flatten the rest; the table has them.
+        tables.draw(result, Path(arguments.plot), arguments.title or result["model"], ("before tuning", "paper"))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ from otaro.sefp import Format
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import add_tiers, share_gradients
 
-gpu.BLOCK_WEIGHTS = 16384
+gpu.BLOCK_WEIGHTS = 4096  # 64 groups: larger weights take two blocks
 low = [Precision.E5M3, Precision.E5M4]
 sizes = {"vocab_size": 80, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 1}
 heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": True}

@@ -506,18 +506,25 @@ def test_gguf_names_that_only_modules_have(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama")
     names = gguf_source.get_gguf_hf_weights_map
+    asked: list[str] = []
+    hidden: list[str] = []
 
-    def hidden(model: Any, processor: Any) -> dict[str, str]:
+    def without(model: Any, processor: Any) -> dict[str, str]:
         found: dict[str, str] = names(model, processor)
+        asked.append(type(model).__name__)
         if isinstance(model, gguf_source.WithoutChildren):
-            del found["blk.1.attn_q.weight"]
+            for name in hidden:
+                del found[name]
         return found
 
+    monkeypatch.setattr(gguf_source, "get_gguf_hf_weights_map", without)
     with open_source(path) as source:
         expected = {spec.name: source.read(spec) for spec in source.tensors}
-    monkeypatch.setattr(gguf_source, "get_gguf_hf_weights_map", hidden)
+    assert asked == ["WithoutChildren"]
+    hidden.append("blk.1.attn_q.weight")
     with open_source(path) as source:
         assert_same(source, expected)
+    assert asked == ["WithoutChildren", "WithoutChildren", "LlamaForCausalLM"]
 
 
 def test_gguf_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

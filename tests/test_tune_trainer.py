@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import EarlyStoppingCallback
 from tuning import Blocks, arguments, trainer
 
-from otaro import convert
+from otaro import convert, ops
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.evaluate.perplexity import perplexity
 from otaro.nn import FakeSefp
@@ -23,6 +23,7 @@ from otaro.tune import config, report
 from otaro.tune.callbacks import LOG_NAME, cut_log, read_log
 from otaro.tune.data import IGNORED
 from otaro.tune.refresh import Refresher
+from otaro.tune.tiers import without_tiers
 from otaro.tune.trainer import OtaroTrainer
 
 M4, M3 = Precision.E5M4, Precision.E5M3
@@ -166,28 +167,34 @@ def test_bf16_trains_float32_weights(tmp_path: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_perplexity_of_a_bf16_run_is_that_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["bps", "tiers"])
+def test_perplexity_of_a_bf16_run_is_that_of_its_weights(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not that of values made for training in bfloat16, as they are on a GPU, nor that of computing in bfloat16."""
 
     def fill(self: Refresher, *, again: bool = False) -> None:
         self.clear()
         for layer in self._layers:
             if layer.width is not None:
-                layer.values = layer.simulate(layer.weight).detach().to(torch.bfloat16)
+                tiers = layer.tiers.get("weight", ())
+                layer.values = layer.simulate(layer.weight, tiers).detach().to(self._dtype)
+                layer.__dict__["trained"] = ops.deciding(layer.weight, layer.width, tiers) if tiers else None
 
     monkeypatch.setattr(Refresher, "__call__", fill)
-    run = trainer(tmp_path, bf16=True, optim="adamw_torch", learning_rate=3e-3)
+    run = trainer(tmp_path, method=method, bf16=True, optim="adamw_torch", learning_rate=3e-3)
     tokens = Blocks().ids.flatten()
     found = []
-    for _ in range(2):
+    for trained in (False, True):
+        if trained:
+            run.train()
         plain = random_model("llama").eval()
-        plain.load_state_dict(weights(run))
+        plain.load_state_dict(without_tiers(weights(run)))
         convert.simulate(plain, run.args.format, run.args.floor)
         for width, measured in report.measure(run, tokens, [Precision.E5M8, M3], 16, None).items():
             convert.set_precision(plain, Precision(width))
             assert measured == perplexity(plain, tokens, window=16).perplexity
             found.append(measured)
-        run.train()
     assert len(set(found)) == len(found)
 
 

@@ -136,12 +136,15 @@ class GgufSource(Source):
         }
         self.config |= {"architectures": [type(self.model).__name__], "dtype": "float32"}
         state = self.model.state_dict()
-        wanted = {name: state[name] for name in state if name not in self.model.all_tied_weights_keys}
+        wanted = {name: value for name, value in state.items() if name not in self.model.all_tied_weights_keys}
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=content)
-        # Of the model as a whole first: transformers makes its table of names anew for every module it asks.
+        self._names: dict[str, str]
+        self._origins: dict[str, list[str]]
+        # transformers makes its table of names anew for every module that it asks, and takes a module's word only for
+        # names that the whole model does not have. So the whole is asked alone first.
         for asked in (WithoutChildren(self.model), self.model):
-            self._names: dict[str, str] = get_gguf_hf_weights_map(asked, self._processor)
-            self._origins: dict[str, list[str]] = {}
+            self._names = get_gguf_hf_weights_map(asked, self._processor)
+            self._origins = {}
             for name in self._file.tensors:
                 # Experts are mapped without the suffix their tensors have in the file.
                 target = self._names.get(name) or self._names.get(name.removesuffix(".weight"))

@@ -7,6 +7,7 @@ buffers of the type the model computes in, one to a weight, which are kept from 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,15 @@ class Refresher:
         self._results: dict[int, Tensor] = {}
         self._batches: dict[tuple[object, ...], Any] = {}
         self._known: set[tuple[object, ...]] = set()
+
+    def in_own_type(self) -> Refresher:
+        """One that fills the same layers with values of the weights' own type."""
+        if self._dtype is None:
+            return self
+        other = copy.copy(self)
+        other._dtype = None
+        other._results, other._batches, other._known = {}, {}, set()
+        return other
 
     def __call__(self, *, again: bool = False) -> None:
         """`again` says that only the width has changed since the last call: exponents stay as they were found."""

@@ -23,33 +23,37 @@ Perplexities = dict[str, float]
 def measure(
     trainer: OtaroTrainer, tokens: Tensor, widths: Sequence[Precision], window: int, progress: Progress | None
 ) -> Perplexities:
-    """Perplexity of the model as it is now, at each width, in the type of its weights whatever it is trained in."""
+    """Perplexity of the model as it is now, at each width.
+
+    In the type of its weights, whatever it is trained in; but weights that FSDP casts when it gathers them stay cast.
+    """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    was_training = model.training
-    model.eval()
     result = {}
-    with without_autocast(model):
+    with as_it_is(model):
         for width in widths:
             description = f"perplexity at {width}"
             with trainer.at_width(width, exact=True):
                 measured = perplexity(model, tokens, window=window, progress=progress, description=description)
             result[str(width)] = measured.perplexity
-    model.train(was_training)
     return result
 
 
 @contextmanager
-def without_autocast(model: nn.Module) -> Iterator[None]:
-    """The forward that a model had before accelerate put mixed precision around it."""
-    wrapped, original = model.forward, getattr(model, "_original_forward", None)
-    if original is None:
-        yield
-        return
-    model.forward = original
+def as_it_is(model: nn.Module) -> Iterator[None]:
+    """Without dropout and without mixed precision, which accelerate puts around `forward`.
+
+    It keeps the one before in `_original_forward`, from which its own `unwrap_model` would restore it for good.
+    """
+    training, wrapped, original = model.training, model.forward, getattr(model, "_original_forward", None)
+    model.eval()
+    if original is not None:
+        model.forward = original
     try:
         yield
     finally:
-        model.forward = wrapped
+        if original is not None:
+            model.forward = wrapped
+        model.train(training)
 
 
 def table(before: Perplexities, after: Perplexities, log: Sequence[dict[str, Any]]) -> Table:

@@ -137,13 +137,14 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     @contextmanager
     def at_width(self, width: Precision | None, *, exact: bool = False) -> Iterator[None]:
         """`exact`: with values in the weights' own type, not in the type that is trained in."""
-        before = self._layers[0].precision
-        self.set_width(width)
+        before, refresh = self._layers[0].precision, self._refresh
         if exact:
-            self._refresh.clear()
+            self._refresh = refresh.in_own_type()
+        self.set_width(width)
         try:
             yield
         finally:
+            self._refresh = refresh
             self.set_width(before)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
