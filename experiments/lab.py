@@ -115,6 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int) -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--json", help="write the results there, after every run")
     parser.add_argument("--plot", help="draw them there")
+    parser.add_argument("--title", help="of the plot")
 
 
 class Lab:

@@ -175,7 +175,7 @@ def main() -> None:
         parser.error("--train and --valid, or --show, are needed")
     show(result)
     if arguments.plot:
-        tables.draw(result, Path(arguments.plot), f"{result['model']} made a mixture of experts", ("before tuning",))
+        tables.draw(result, Path(arguments.plot), arguments.title or result["model"], ("before tuning",))
 
 
 if __name__ == "__main__":

@@ -150,7 +150,6 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", help="with commas between")
     parser.add_argument("--quick", action="store_true", help="four small updates each, for a look")
     parser.add_argument("--show", nargs="+", help="print the table of earlier runs and stop")
-    parser.add_argument("--title", help="of the plot")
     arguments = parser.parse_args()
     if arguments.show:
         result = tables.together(arguments.show)
