@@ -80,6 +80,14 @@ def test_the_closing_table_counts_what_tiers_learned(
     assert measured["losses"].keys() == {"E5M8", "E5M5", "E5M4", "E5M3"}
 
 
+def test_bf16_needs_no_gpu(tiny_llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor to be told that there is none."""
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    out = tmp_path / "tuned"
+    assert command(tiny_llama, out, *short(book, 2)[:-1], "--bf16", "--eval-text", book) == 0
+    assert json.loads((out / "tune.json").read_text())["updates"] == 2
+
+
 def test_early_stopping(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
     out = tmp_path / "tuned"
     watch = ("--eval-text", book, "--eval-windows", 2, "--save-steps", 3, "--early-stopping", 2)
@@ -288,6 +296,8 @@ def test_a_plot_is_drawn(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
     [
         (("--method", "best"), "unknown method"),
         (("--recipe", "best"), "unknown recipe"),
+        (("--optimizer", "best"), "best is not a valid OptimizerNames"),
+        (("--bf16", "--fp16"), "one of fp16 and bf16"),
         (("--sequence-length", 500), "longer than the model's 128 positions"),
         (("--resume",), "no checkpoint in"),
         (("--data", "missing.txt"), "there is no file or folder missing.txt"),

@@ -138,6 +138,8 @@ def tune(
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
 ) -> None:
     """Tune a model once, so that it is good at every precision."""
+    import torch
+
     from otaro.tune.config import TuneArguments
     from otaro.tune.config import recipe as find_recipe
 
@@ -203,7 +205,7 @@ def tune(
         report_to=report_to,
         logging_steps=10 if report_to != "none" else 500,
         disable_tqdm=True,
-        use_cpu=cpu,
+        use_cpu=cpu or not torch.accelerator.is_available(),
     )
     text = None if eval_text is None else eval_text.read_bytes()
     run(

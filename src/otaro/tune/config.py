@@ -83,7 +83,10 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError("a run gives its best checkpoint or an average of its weights, not both: set average to 0")
         _ = self.path_widths, self.ultra_low_widths, self.tier_widths, self.format, self.floor
         self.make_path()
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise OtaroError(str(error)) from error
 
     @property
     def path_widths(self) -> list[Precision]:
