@@ -21,7 +21,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from otaro import convert
 from otaro.checkpoint import PackedFolder, save
 from otaro.checkpoint.folder import Progress
-from otaro.checkpoint.layout import QUANT_METHOD, VERSION, Entry, Layout, first_stored, read_layout
+from otaro.checkpoint.layout import (
+    QUANT_METHOD,
+    VERSION,
+    Entry,
+    Layout,
+    file_name,
+    first_stored,
+    index_name,
+    read_layout,
+    stem,
+)
 from otaro.errors import FormatError, OtaroError
 from otaro.nn import SefpWeight
 from otaro.packing import Planes
@@ -79,9 +89,9 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
             return
         self.folder = PackedFolder(Path(kwargs["checkpoint_files"][0]).parent)
         asked = self.quantization_config.precision
-        self.folder.check_available(min(self.folder.declared))
         if asked is None:
             self._fetch_missing(model)
+            self.folder.check_available(min(self.folder.declared))
             self.precision = self.folder.precisions[0]
         else:
             self.precision = Precision(asked)
@@ -125,9 +135,14 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
         """transformers fetches the first file alone from the hub: get the others, or say that they are missing."""
         if self.folder.precisions == self.folder.declared:
             return
-        name = model.config.name_or_path
-        if not Path(name).exists():
-            self.folder = PackedFolder(_local(name, None))
+        name, place = model.config.name_or_path, self.folder.path
+        # In the cache a model lies under CACHE/models--ORG--NAME/snapshots/COMMIT, in a subfolder perhaps.
+        commit = next((path for path in (place, *place.parents) if path.parent.name == "snapshots"), None)
+        if commit is not None and not Path(name).exists():
+            inside = place.relative_to(commit)
+            patterns = [(inside / file).as_posix() for file in _weight_files(self.folder, self.folder.declared[0])]
+            _fetch(name, patterns, revision=commit.name, cache_dir=commit.parents[2])
+            self.folder = PackedFolder(place)
         if self.folder.precisions != self.folder.declared:
             held = join(self.folder.precisions)
             warnings.warn(f"otaro: only {held} of {join(self.folder.declared)} is here", stacklevel=2)
@@ -279,23 +294,35 @@ def load(
 def _local(folder: str | Path, precision: Precision | str | None) -> Path:
     """The folder itself, or a download of what a width needs from the hub."""
     from otaro.sources import HUB_NAME
+    from otaro.sources.folder import EXTRAS, HUB_IGNORED
 
     path = Path(folder).expanduser()
     if path.exists() or not isinstance(folder, str) or HUB_NAME.fullmatch(folder) is None:
         return path
+    # The config says which files the width needs; the rest is fetched at the commit it came from.
+    path = _fetch(folder, ["config.json", *EXTRAS], ignore_patterns=HUB_IGNORED)
+    packed = PackedFolder(path)
+    widest = packed.declared[0] if precision is None else Precision(precision)
+    packed.check_declared(widest)
+    return _fetch(folder, _weight_files(packed, widest), revision=path.name)
+
+
+def _weight_files(packed: PackedFolder, precision: Precision) -> list[str]:
+    """Patterns of the files that a width reads, sharded or not."""
+    widths = packed.widths(precision)
+    return [
+        name for width in widths for name in (file_name(width), index_name(width), f"{stem(width)}-*-of-*.safetensors")
+    ]
+
+
+def _fetch(name: str, patterns: list[str], **options: Any) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    widths = [width for width in Precision if precision is None or width <= _next(Precision(precision))]
-    patterns = ["*.json", "*.model", "*.txt", "*.jinja", *(f"model-m{width.mantissa}*" for width in widths)]
     try:
-        return Path(snapshot_download(folder, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, **options))
     except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
-        raise OtaroError(f"there is no folder {folder}, and the hub could not be asked for it") from error
-
-
-def _next(precision: Precision) -> Precision:
-    return WIDEST if precision == WIDEST else Precision.from_mantissa(precision.mantissa + 1)
+        raise OtaroError(f"there is no folder {name}, and the hub could not be asked for it") from error
 
 
 with contextlib.suppress(ValueError):  # raised where the name is taken: this module was imported before

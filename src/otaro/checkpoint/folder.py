@@ -85,7 +85,7 @@ class Info:
 
 
 class PackedFolder:
-    """A packed model on disk. Opening it reads the config and the first file's headers, no weights."""
+    """A packed model on disk. Opening it reads the config alone."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -97,7 +97,6 @@ class PackedFolder:
         self._check_version(described.get("version"), "config.json")
         self.layout = read_layout(described, "config.json")
         self.format = self.layout.format
-        self.pack: str = self._headers(NARROWEST)[0][1]["sefp_pack"]
 
     def _read_config(self) -> dict[str, Any]:
         path = self.path / "config.json"
@@ -127,6 +126,11 @@ class PackedFolder:
         return widths
 
     @cached_property
+    def pack(self) -> str:
+        """The id that all files of the pack carry."""
+        return self._headers(NARROWEST)[0][1]["sefp_pack"]
+
+    @cached_property
     def precisions(self) -> list[Precision]:
         """The widths whose files are all there, the widest first."""
         return [precision for precision in self.declared if not self._missing(precision)]
@@ -154,9 +158,12 @@ class PackedFolder:
         """The widths whose files are read at that width, the narrowest first."""
         return [width for width in sorted(Precision) if width <= self.format.stored(precision)]
 
-    def check_available(self, precision: Precision) -> None:
+    def check_declared(self, precision: Precision) -> None:
         if precision not in self.declared:
             raise PrecisionError(f"{self.path} does not hold precision {precision}: it holds {join(self.declared)}")
+
+    def check_available(self, precision: Precision) -> None:
+        self.check_declared(precision)
         missing = self._missing(precision)
         if missing:
             held = f"this folder holds {join(self.precisions)}" if self.precisions else "every precision needs it"
