@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 import otaro
 from otaro.bench.command import BENCH_EXAMPLE, bench
-from otaro.console import note, parse_size, progress_bar, results, size_text
+from otaro.console import ResultTable, facts_table, note, parse_size, progress_bar, results, size_text
 from otaro.engine.command import CHAT_EXAMPLE, GENERATE_EXAMPLE, chat, generate
 from otaro.errors import OtaroError
 from otaro.evaluate import command as evaluate_command
@@ -215,7 +214,7 @@ def show_info(packed: Info, as_json: bool) -> None:
         print(json.dumps(packed.to_json(), indent=2))
         return
     console = results()
-    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    facts = facts_table()
     facts.add_row("folder", escape(str(packed.folder)))
     facts.add_row("architecture", escape(packed.architecture))
     facts.add_row("packed from", escape(packed.source))
@@ -224,9 +223,8 @@ def show_info(packed: Info, as_json: bool) -> None:
     facts.add_row("parameters", f"{packed.parameters:,}, of which {packed.packed_parameters:,} packed")
     facts.add_row("clamped groups", f"{packed.clamped_groups:,}")
     console.print(facts)
-    table = Table("precision")
-    table.add_column("bits per weight", justify="right")
-    table.add_column("size", justify="right")
+    console.print()
+    table = ResultTable("precision", "bits per weight", "size")
     for precision in packed.precisions:
         table.add_row(str(precision), f"{packed.bits_per_weight(precision):.2f}", size_text(packed.size(precision)))
     console.print(table)

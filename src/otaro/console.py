@@ -11,11 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from otaro.errors import OtaroError
 
@@ -23,11 +27,22 @@ if TYPE_CHECKING:
     from otaro.checkpoint.folder import Progress as ProgressCallback
 
 SECONDS_BETWEEN_LINES = 10.0
+GAP = 2
+"""Columns of the terminal between two columns of a table."""
 
 
 def results() -> Console:
     """Where results go. Made on each call, because tests and callers swap sys.stdout."""
     return Console(soft_wrap=False, highlight=False)
+
+
+def print_tables(tables: Sequence[ResultTable]) -> None:
+    """Tables as results, with an empty line between them."""
+    console = results()
+    for table in tables:
+        if table is not tables[0]:
+            console.print()
+        console.print(table)
 
 
 def notes() -> Console:
@@ -72,6 +87,82 @@ def _lines(console: Console) -> ProgressCallback:
             console.print(escape(f"{description}: {done / total:.0%}"), soft_wrap=True)
 
     return update
+
+
+class ResultTable:
+    """Figures for a terminal of any width, whole: headings wrap between their words, cells do not wrap.
+
+    Columns that have no room follow in a further table that begins with the first column again.
+    """
+
+    def __init__(self, *headings: str, left: int = 1, caption: str | None = None) -> None:
+        """`left` columns are text; the others are figures and end on the right."""
+        self.headings = headings
+        self._left, self._caption = left, caption
+        self._rows: list[Sequence[str]] = []
+        self._sections: set[int] = set()
+
+    def add_row(self, *cells: str) -> None:
+        self._rows.append(cells)
+
+    def add_section(self) -> None:
+        """An empty line under what has been added so far."""
+        self._sections.add(len(self._rows) - 1)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text | str]:
+        room = options.max_width
+        parts = self._parts(room)
+        for part in parts:
+            if part is not parts[0]:
+                yield ""
+            yield self._table(part, room)
+        if self._caption is not None:
+            yield Text(self._caption, style="table.caption")
+
+    def _parts(self, room: int) -> list[list[int]]:
+        """The columns of each table: as many as have room, one beside the first at least."""
+        parts = [[0]]
+        used = self._least(0)
+        for column in range(1, len(self.headings)):
+            if used + GAP + self._least(column) > room and len(parts[-1]) > 1:
+                parts.append([0])
+                used = self._least(0)
+            parts[-1].append(column)
+            used += GAP + self._least(column)
+        return parts
+
+    def _table(self, columns: list[int], room: int) -> Table:
+        result = Table(
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, GAP - 1, 0, 0),  # the box has one between columns
+        )
+        widths = [self._least(column) for column in columns]
+        free = room - sum(widths) - GAP * (len(columns) - 1)
+        for place, column in enumerate(columns):
+            more = max(0, cell_len(self.headings[column]) - widths[place])
+            if more <= free:
+                widths[place] += more
+                free -= more
+            justify: Literal["left", "right"] = "left" if column < self._left else "right"
+            result.add_column(self.headings[column], justify=justify, width=widths[place], overflow="fold")
+        for number, row in enumerate(self._rows):
+            result.add_row(*(escape(row[column]) for column in columns), end_section=number in self._sections)
+        return result
+
+    def _least(self, column: int) -> int:
+        """The width that neither breaks a word of the heading nor a cell."""
+        words = self.headings[column].split()
+        return max(cell_len(text) for text in (*words, *(row[column] for row in self._rows)))
+
+
+def facts_table() -> Table:
+    """Names and what they stand for, in two columns; long texts wrap."""
+    result = Table(box=None, show_header=False, padding=(0, GAP, 0, 0))
+    result.add_column()
+    result.add_column(overflow="fold")
+    return result
 
 
 def size_text(size: int) -> str:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from otaro.console import facts_table
 from otaro.errors import OtaroError
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "gguf", "numpy")
@@ -86,7 +87,7 @@ def collect() -> Diagnostics:
 
 def show(diagnostics: Diagnostics, console: Console) -> None:
     """Print for a person."""
-    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    facts = facts_table()
     for name, text in diagnostics.versions.items():
         facts.add_row(name, escape(text))
     facts.add_row("platform", escape(diagnostics.platform))

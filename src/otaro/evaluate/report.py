@@ -11,9 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from otaro.console import size_text
+from otaro.console import ResultTable, size_text
 from otaro.errors import OtaroError
 from otaro.evaluate.documents import TASKS
 from otaro.evaluate.results import Evaluation, width_name
@@ -33,19 +31,10 @@ class Row:
     tokens_per_second: float
 
 
-def table(
-    rows: Sequence[Row],
-    *,
-    title: str | None = None,
-    speed: str = "tokens/s",
-    before: Mapping[Precision, float] | None = None,
-) -> Table:
-    """The rows for a terminal; `speed` names what the last column measured, `before` adds an earlier perplexity."""
-    result = Table(title=title, title_justify="left")
-    result.add_column("precision")
+def table(rows: Sequence[Row], *, before: Mapping[Precision, float] | None = None) -> ResultTable:
+    """The rows for a terminal; `before` adds an earlier perplexity."""
     earlier = [] if before is None else ["perplexity before"]
-    for name in ("bits per weight", "size", *earlier, "perplexity", speed):
-        result.add_column(name, justify="right")
+    result = ResultTable("precision", "bits per weight", "size", *earlier, "perplexity", "tokens/s")
     for row in rows:
         result.add_row(
             str(row.precision),
@@ -67,21 +56,19 @@ def write_json(report: dict[str, Any], path: Path) -> None:
     _write_atomically(path, lambda part: part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8"))
 
 
-def width_tables(evaluation: Evaluation) -> list[Table]:
+def width_tables(evaluation: Evaluation) -> list[ResultTable]:
     """For a terminal: what each width costs and how it predicts a text, and the accuracy on each task."""
     return [_cost_table(evaluation), *([_accuracy_table(evaluation)] if evaluation.tasks else [])]
 
 
-def _cost_table(evaluation: Evaluation) -> Table:
+def _cost_table(evaluation: Evaluation) -> ResultTable:
     subject = evaluation.subject
     compared, timed = evaluation.compared, subject.packed
-    header = ["precision", "bits per\nweight", "size"]
+    headings = ["precision", "bits per weight", "size"]
     if evaluation.text:
-        header += ["perplexity", *(["KL\ndivergence", "same\ntoken, %"] if compared else [])]
-        header += ["tokens/s\n(prefill)"] if timed else []
-    result = Table(header[0])
-    for name in header[1:]:
-        result.add_column(name, justify="right", no_wrap=True)
+        headings += ["perplexity", *(["KL divergence", "same token, %"] if compared else [])]
+        headings += ["tokens/s (prefill)"] if timed else []
+    result = ResultTable(*headings)
     for width in subject.widths:
         cost = subject.costs.get(width)
         row = [width_name(width)]
@@ -97,11 +84,9 @@ def _cost_table(evaluation: Evaluation) -> Table:
     return result
 
 
-def _accuracy_table(evaluation: Evaluation) -> Table:
+def _accuracy_table(evaluation: Evaluation) -> ResultTable:
     subject = evaluation.subject
-    result = Table("accuracy, %")
-    for width in subject.widths:
-        result.add_column(width_name(width), justify="right")
+    result = ResultTable("accuracy, %", *map(width_name, subject.widths))
     for task, figures in evaluation.tasks.items():
         result.add_row(TASKS[task].title, *(accuracy_text(figures[width].metrics, "acc") for width in subject.widths))
     result.add_section()
@@ -147,7 +132,11 @@ def write_plot(evaluation: Evaluation, path: Path) -> None:
     """All plots of an evaluation side by side in one file."""
     from otaro.evaluate.plots import draw
 
-    figure = draw(evaluation)
+    save_figure(draw(evaluation), path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a plot of matplotlib in the format that the file's name asks for."""
     _write_atomically(path, lambda part: figure.savefig(part, dpi=150, format=path.suffix[1:].lower()))
 
 

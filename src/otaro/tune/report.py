@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from torch import Tensor, nn
 
+from otaro.console import ResultTable
 from otaro.evaluate.perplexity import perplexity
 from otaro.precision import Precision
 from otaro.tune.callbacks import Progress, losses_by_width
@@ -56,14 +56,11 @@ def as_it_is(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def table(before: Perplexities, after: Perplexities, log: Sequence[dict[str, Any]]) -> Table:
+def table(before: Perplexities, after: Perplexities, log: Sequence[dict[str, Any]]) -> ResultTable:
     """One row per width: perplexity before and after, how often the path took it, its last loss."""
     measured = bool(after)
-    result = Table("precision")
-    for name in ("before", "after") if measured else ():
-        result.add_column(f"perplexity {name}", justify="right")
-    result.add_column("batches", justify="right")
-    result.add_column("last loss", justify="right")
+    perplexities = ("perplexity before", "perplexity after") if measured else ()
+    result = ResultTable("precision", *perplexities, "batches", "last loss")
     taken = losses_by_width(log)
     names = [str(width) for width in Precision if str(width) in after or str(width) in taken]
     if "full" in taken:
