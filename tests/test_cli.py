@@ -251,7 +251,8 @@ def test_generate_is_greedy_and_like_transformers(run: Any, packed_llama: Path) 
 
 
 def test_chat_template_is_used_unless_raw(packed_llama: Path) -> None:
-    from otaro.generate import load_tokenizer, prompt_tokens
+    from otaro.generate import prompt_tokens
+    from otaro.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(packed_llama)
     assert tokenizer.decode(prompt_tokens(tokenizer, "hi")[0]) == "<user>hi<end><bot>"
@@ -357,7 +358,7 @@ def test_eval_tables_json_and_plot_agree(run: Any, packed_llama: Path, text_file
 
 def test_eval_is_the_perplexity_of_a_model_loaded_at_that_width(run: Any, packed_llama: Path, text_file: Path) -> None:
     from otaro.evaluate.perplexity import perplexity, text_tokens
-    from otaro.generate import load_tokenizer
+    from otaro.tokenizer import load_tokenizer
 
     outcome = run("eval", packed_llama, "--text", text_file, "--json", "-")
     tokens = text_tokens(load_tokenizer(packed_llama), TEXT)

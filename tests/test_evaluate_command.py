@@ -16,8 +16,8 @@ import otaro
 from otaro import cli
 from otaro.evaluate import divergence, report
 from otaro.evaluate.perplexity import text_tokens
-from otaro.generate import load_tokenizer
 from otaro.precision import Precision
+from otaro.tokenizer import load_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
 WINDOW = 32

@@ -25,7 +25,7 @@ import otaro
 from otaro import cli
 from otaro.evaluate.documents import TASKS, DocumentError, read_folder, read_package
 from otaro.evaluate.tasks import evaluate_task, load_tasks, parse_tasks, quiet_lm_eval
-from otaro.generate import load_tokenizer
+from otaro.tokenizer import load_tokenizer
 
 COUNT = 12
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import otaro
-from otaro.generate import generate, load_tokenizer
+from otaro.generate import generate
 from otaro.precision import Precision
+from otaro.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,7 @@ def load_model(folder: Path, precision: Precision | None) -> tuple[Any, Any]:
     """The model at that precision and its tokenizer, with a progress bar."""
     with progress_bar() as progress:
         model = otaro.load(folder, precision, progress=progress)
-    from otaro.generate import load_tokenizer
+    from otaro.tokenizer import load_tokenizer
 
     return model, load_tokenizer(folder)
 

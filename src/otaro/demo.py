@@ -21,8 +21,9 @@ from otaro.engine.runner import Request, open_runner
 from otaro.engine.sampling import Sampling
 from otaro.evaluate import report
 from otaro.evaluate.perplexity import perplexity_at_widths, text_tokens
-from otaro.generate import load_tokenizer, prompt_tokens
+from otaro.generate import prompt_tokens
 from otaro.precision import NARROWEST, WIDEST, Precision
+from otaro.tokenizer import load_tokenizer
 
 MODEL = "smollm2"
 WINDOW = 512

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
 from otaro.errors import OtaroError
 from otaro.evaluate.perplexity import context_length
 from otaro.precision import Precision
+from otaro.tokenizer import encode, render_chat
 
 
 @dataclass(frozen=True)
@@ -73,31 +73,17 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer kept in a packed folder."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise OtaroError(
-            f"{folder} holds no tokenizer that can be read: copy the model's tokenizer files into it"
-        ) from error
-
-
 def prompt_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> Tensor:
     """The prompt as [1, tokens]: a user's message in the model's chat template, or as it stands."""
     if not prompt:
         raise OtaroError("the prompt is empty: give --prompt TEXT or pipe one in")
     if raw or tokenizer.chat_template is None:
-        encoded = tokenizer(prompt, return_tensors="pt")
+        ids = encode(tokenizer, prompt, add_special_tokens=True)
     else:
-        messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    ids: Tensor = encoded["input_ids"]
-    if ids.shape[1] == 0:
+        ids = render_chat(tokenizer, [{"role": "user", "content": prompt}])
+    if not ids:
         raise OtaroError("the prompt has no tokens: give some text to go on from")
-    return ids
+    return torch.tensor([ids])
 
 
 def generate(

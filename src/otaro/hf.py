@@ -32,7 +32,7 @@ from otaro.checkpoint.layout import (
     read_layout,
     stem,
 )
-from otaro.errors import FormatError, OtaroError
+from otaro.errors import FormatError, OtaroError, first_line
 from otaro.nn import SefpWeight
 from otaro.packing import Planes
 from otaro.precision import WIDEST, Precision, join
@@ -267,7 +267,7 @@ def load(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from otaro.sources.base import first_line, quiet
+    from otaro.sources.base import quiet
 
     path = _local(folder, precision)
     packed = PackedFolder(path)

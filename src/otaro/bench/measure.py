@@ -26,8 +26,8 @@ from otaro.engine.native import MatrixRole
 from otaro.errors import OtaroError
 from otaro.export import export_gguf
 from otaro.export.blocks import block_type
-from otaro.generate import load_tokenizer
 from otaro.precision import NARROWEST, Precision
+from otaro.tokenizer import load_tokenizer
 
 Run = Callable[[Sequence[int], int], int]
 """Runs tokens from a position on and picks the next."""

@@ -202,8 +202,10 @@ class _Conversation:
             note(CHAT_HELP)
 
     def _answer(self, line: str) -> None:
+        from otaro.tokenizer import render_chat
+
         messages = [*self._messages, {"role": "user", "content": line}]
-        encoded = self._runner.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        prompt = render_chat(self._runner.tokenizer, messages)
         pieces: list[str] = []
 
         def show(piece: str) -> None:
@@ -211,7 +213,7 @@ class _Conversation:
             stream(piece)
 
         try:
-            result = self._runner.generate(encoded["input_ids"], self._request, show, self._marks)
+            result = self._runner.generate(prompt, self._request, show, self._marks)
         except KeyboardInterrupt:
             stream("\n")
             note("stopped")

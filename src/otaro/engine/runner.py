@@ -17,9 +17,10 @@ from otaro.engine.architecture import UnsupportedError
 from otaro.engine.engine import FLOAT16, Engine, parse_cache
 from otaro.engine.sampling import Sampling
 from otaro.errors import OtaroError
-from otaro.generate import GenerationResult, continue_tokens, load_tokenizer
+from otaro.generate import GenerationResult, continue_tokens
 from otaro.ops import cpu
 from otaro.precision import Precision
+from otaro.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from otaro.engine.engine import Engine
 from otaro.engine.sampling import Sampling
 from otaro.generate import GenerationResult, StopText
 from otaro.precision import Precision
+from otaro.tokenizer import decode
 
 UNFINISHED = "\ufffd"
 """What a decoder puts where a character's last bytes are still to come."""
@@ -47,7 +48,7 @@ class TextStream:
         return self._settled.push(self._decode(self._tokens[self._context :])[len(before) :]) + self._settled.finish()
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return decode(self._tokenizer, tokens)
 
 
 def generate(

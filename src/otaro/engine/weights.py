@@ -16,13 +16,12 @@ from otaro.engine.architecture import (
     EMBEDDING,
     HEAD,
     MOST_LAYERS,
-    UnsupportedError,
     matrix_place,
     read_shape,
     vector_place,
 )
 from otaro.engine.native import Matrix, MatrixRole, Model
-from otaro.errors import FormatError, PrecisionError
+from otaro.errors import FormatError, PrecisionError, first_line
 from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
 from otaro.packing import Planes
 from otaro.precision import NARROWEST, Precision
@@ -195,11 +194,8 @@ def read_config(folder: PackedFolder) -> Any:
         raise FormatError(f"{folder.path}/config.json says that the model has {layers} layers: fetch it again")
     try:
         return AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        raise UnsupportedError("transformers cannot read its config") from error
     except Exception as error:  # whatever transformers met in it
-        message = f"{folder.path}/config.json holds a setting that cannot be used: fetch it again"
-        raise FormatError(message) from error
+        raise FormatError(f"{folder.path} has a config that transformers cannot use: {first_line(error)}") from error
 
 
 def _read_generation(folder: Path) -> dict[str, Any]:

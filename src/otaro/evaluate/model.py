@@ -26,13 +26,13 @@ from otaro.checkpoint.folder import Progress
 from otaro.checkpoint.layout import QUANT_METHOD, Entry, Layout, total_bytes
 from otaro.errors import OtaroError
 from otaro.evaluate.results import Width
-from otaro.generate import load_tokenizer
 from otaro.hf import load
 from otaro.precision import Precision, parse_precisions
 from otaro.sefp import Format
 from otaro.sources import Source, open_source
 from otaro.sources.base import quiet
 from otaro.sources.folder import EXTRAS
+from otaro.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

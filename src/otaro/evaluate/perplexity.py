@@ -20,6 +20,7 @@ from torch import Tensor
 from otaro.checkpoint.folder import Progress
 from otaro.errors import OtaroError
 from otaro.precision import Precision
+from otaro.tokenizer import encode
 
 LONGEST_DEFAULT_WINDOW = 2048
 # Positions whose logits are widened to float32 at a time: 128 rows of a vocabulary of 128 000 are 64 MB.
@@ -70,7 +71,7 @@ def text_tokens(tokenizer: Any, text: str, name: str = "the text") -> Tensor:
     """A text as a 1-D tensor of token ids, without special tokens."""
     if not text.strip():
         raise OtaroError(f"{name} is empty: there is nothing to predict")
-    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+    return torch.tensor(encode(tokenizer, text), dtype=torch.long)
 
 
 def split_windows(token_ids: Tensor, window: int) -> Tensor:

@@ -14,9 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, first_line
 from otaro.evaluate.documents import PACKAGE, TASKS, Document, DocumentError, read_folder, read_package
-from otaro.sources.base import first_line
 
 HUB = "hub"
 

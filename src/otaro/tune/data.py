@@ -31,11 +31,14 @@ from torch import Tensor
 
 from otaro.errors import OtaroError
 from otaro.evaluate.perplexity import split_windows
+from otaro.tokenizer import TemplateError, encode_all, write_chat
 
 IGNORED = -100
 """The label of a token that is not predicted, as transformers has it."""
 QUESTIONS = "otaro_questions"
 """What a batch calls the mask of the tokens that are questions, where these are learned."""
+TEXTS_AT_ONCE = 512
+"""Texts that the tokenizer gets in one call."""
 Layout = Literal["packed", "padded"]
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 FILE_SUFFIXES = (*JSONL_SUFFIXES, ".txt", ".md", ".text", ".raw", ".tokens", ".csv", ".parquet")
@@ -85,7 +88,7 @@ def load_blocks(
         raise OtaroError(f"sequences of {length} tokens are longer than the model's {longest} positions: choose fewer")
     named = " and ".join(str(source) for source in sources)
     examples = [example for source in sources for example in read_examples(source, tokenizer)]
-    tokens = [_tokens(example, tokenizer) for example in examples if example.pieces]
+    tokens = _tokens([example for example in examples if example.pieces], tokenizer)
     if sum(len(ids) for ids, _ in tokens) < 2:
         raise OtaroError(f"{named} holds no text to tune on: give a file with some")
     blocks = _pack(tokens, length, named) if layout == "packed" else _one_each(tokens, length, named)
@@ -247,10 +250,9 @@ def _conversation(messages: Any, tokenizer: Any, where: str) -> Example:
 
     def write(count: int, ask: bool) -> str:
         try:
-            text = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=ask)
-        except Exception as error:  # a template is a program that may refuse messages in any way
-            raise OtaroError(f"{where} does not fit the model's chat template: {error}") from error
-        return str(text)
+            return write_chat(tokenizer, messages[:count], add_generation_prompt=ask)
+        except TemplateError as error:
+            raise OtaroError(f"{where} cannot be written as a conversation: {error}") from error
 
     pieces: list[tuple[str, bool]] = []
     written = ""
@@ -268,14 +270,26 @@ def _conversation(messages: Any, tokenizer: Any, where: str) -> Example:
     return Example(tuple(pieces))
 
 
-def _tokens(example: Example, tokenizer: Any) -> tuple[list[int], list[int]]:
-    ids: list[int] = []
-    labels: list[int] = []
-    for text, learned in example.pieces:
-        piece = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
-        ids += piece
-        labels += piece if learned else [IGNORED] * len(piece)
-    return ids, labels
+def _tokens(examples: Sequence[Example], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Tokens and labels of each example."""
+    texts = [text for example in examples for text, _ in example.pieces if text]
+    encoded = iter(
+        [
+            ids
+            for start in range(0, len(texts), TEXTS_AT_ONCE)
+            for ids in encode_all(tokenizer, texts[start : start + TEXTS_AT_ONCE])
+        ]
+    )
+    result = []
+    for example in examples:
+        ids: list[int] = []
+        labels: list[int] = []
+        for text, learned in example.pieces:
+            piece = next(encoded) if text else []
+            ids += piece
+            labels += piece if learned else [IGNORED] * len(piece)
+        result.append((ids, labels))
+    return result
 
 
 def _string(record: dict[str, Any], name: str, where: str) -> str:

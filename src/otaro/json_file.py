@@ -1,0 +1,24 @@
+"""Reading one JSON file that may come from anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+LARGEST = 16_000_000
+"""Bytes of a config or an index; those of the largest models have a few millions."""
+
+
+def read_json(path: Path, largest: int = LARGEST) -> Any:
+    """The file's content; OSError or ValueError, with the reason, where there is none that can be used."""
+    if not path.is_file():  # a pipe would keep its reader waiting
+        raise FileNotFoundError(2, "there is no such file", str(path))
+    with path.open("rb") as file:
+        data = file.read(largest + 1)
+    if len(data) > largest:
+        raise ValueError(f"it has more than {largest} bytes")
+    try:
+        return json.loads(data.decode())
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error

@@ -1,0 +1,146 @@
+"""A model's tokenizer: loaded from files that may come from anywhere, and run so that it comes to an end.
+
+The libraries underneath are transformers and `tokenizers`, which is written in Rust. Whatever they make of a file that
+is not what it should be is one sentence: an exception of any kind, a panic (whose report is kept from the terminal), a
+text that they do not get done with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from otaro.errors import OtaroError, first_line, foreign_code
+from otaro.tokenizer.files import check_files
+from otaro.tokenizer.template import TemplateError, write_chat
+
+__all__ = ["TemplateError", "decode", "encode", "encode_all", "load_tokenizer", "render_chat", "write_chat"]
+
+T = TypeVar("T")
+SECONDS = 3.0
+"""How long encoding may take, besides a second for every LETTERS_PER_SECOND: usual speeds are a hundred times that."""
+LETTERS_PER_SECOND = 20_000
+PROBE = "Probe 1: \u00e9\u6f22\U0001f600\n"
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer in a model's folder; no code that lies there is run."""
+    from transformers import AutoTokenizer
+
+    from otaro.sources.base import quiet
+
+    try:
+        check_files(Path(folder))
+        with foreign_code("it cannot be loaded"), quiet(), _panics_unreported():
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        decode(tokenizer, encode(tokenizer, PROBE))
+    except (OtaroError, ValueError, OSError) as error:
+        reason = first_line(error)
+        raise OtaroError(
+            f"{folder} holds no tokenizer that can be read ({reason}): copy the model's tokenizer files into it"
+        ) from error
+    return tokenizer
+
+
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """A text's tokens; `add_special_tokens` puts those before and behind it that the model wants there."""
+    return encode_all(tokenizer, [text], add_special_tokens=add_special_tokens)[0]
+
+
+def encode_all(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+    """The tokens of each of several texts."""
+
+    def work() -> list[list[int]]:
+        with foreign_code("the tokenizer fails on this text"):
+            encoded = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)
+            return [list(ids) for ids in encoded["input_ids"]]
+
+    if not texts:
+        return []
+    with _panics_unreported():
+        return _within(SECONDS + sum(map(len, texts)) / LETTERS_PER_SECOND, work)
+
+
+def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of tokens, without special ones."""
+    with foreign_code("the tokenizer cannot write these tokens as text"):
+        return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """A conversation's tokens in the model's chat template, by default up to where its answer begins."""
+    text = write_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools)
+    return encode(tokenizer, text)
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns or raises, if it does so in time; otherwise it is left behind in its thread."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise OtaroError(f"the tokenizer did not get done with this text within {seconds:.0f} seconds")
+    return results[0]
+
+
+class _Silence:
+    """Sends what is written to file descriptor 2 nowhere while anyone wants it so."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = 0
+        self._kept = -1
+
+    def begin(self) -> None:
+        with self._lock:
+            self._wanted += 1
+            if self._wanted == 1:
+                try:
+                    self._kept = os.dup(2)
+                except OSError:  # there is none: a program without a terminal may have closed it
+                    self._kept = -1
+                    return
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, 2)
+                os.close(nowhere)
+
+    def end(self) -> None:
+        with self._lock:
+            self._wanted -= 1
+            if self._wanted == 0 and self._kept >= 0:
+                os.dup2(self._kept, 2)
+                os.close(self._kept)
+
+
+_silence = _Silence()
+
+
+@contextlib.contextmanager
+def _panics_unreported() -> Iterator[None]:
+    """Rust code that panics says so on stderr before Python hears of it."""
+    _silence.begin()
+    try:
+        yield
+    finally:
+        _silence.end()

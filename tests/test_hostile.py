@@ -1,0 +1,241 @@
+"""Folders from anywhere: whatever their files hold, a command says one sentence, soon, and in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import byte_tokenizer
+
+from otaro.cli import main
+from otaro.errors import OtaroError
+from otaro.tokenizer import TemplateError, encode, load_tokenizer, render_chat, template, write_chat
+from otaro.tokenizer.files import check_described, is_quick
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why is the sky <blue> & é?"},
+    {"role": "assistant", "content": "It scatters. ", "reasoning": "Rayleigh"},
+    {"role": "user", "content": "More?"},
+]
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "<é>", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+def folder(packed_llama: Path, tmp_path: Path) -> Path:
+    """A packed model that may be spoilt."""
+    return Path(shutil.copytree(packed_llama, tmp_path / "packed"))
+
+
+def change(path: Path, **values: Any) -> None:
+    """Other values in a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def generate(folder: Path, *more: str) -> int:
+    return main(["generate", str(folder), "--prompt", "hello", "--max-new-tokens", "2", "--threads", "1", *more])
+
+
+def one_sentence(capture: pytest.CaptureFixture[str]) -> str:
+    """What a command that failed said: one line on stderr, and nothing else."""
+    said = capture.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("otaro: error: ")
+    assert said.err.count("\n") == 1
+    assert said.err.strip().isprintable()
+    return said.err
+
+
+# ---- chat templates -------------------------------------------------------------------------------------------------
+
+ORDINARY = {
+    "loop controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m['content'] | trim }}{{ eos_token }}"
+    "{% endgeneration %}\n{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}",
+    "namespace": "{% set ns = namespace(seen=false, n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% set ns.seen = true %}{% endfor %}{{ ns.n }}{{ ns.seen }}{{ dict(a=1)['a'] }}",
+    "tools": "{% if tools %}{{ tools | tojson }}{{ tools[0] | tojson(indent=2) }}{% endif %}{{ messages[0] | tojson }}",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content or '-' }}{{ m.thinking or '-' }}{% endfor %}",
+    "date": "{{ strftime_now('%Y') }}{{ documents }}{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(messages|length) }}",
+    "blocks": "  {% if true %}\n    yes\n  {% endif %}\n{{- ' no' -}}  \n",
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+def test_a_conversation_is_written_as_transformers_writes_it(name: str, tools: Any) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = ORDINARY[name]
+    for ask in (True, False):
+        expected = tokenizer.apply_chat_template(CHAT, tools=tools, tokenize=False, add_generation_prompt=ask)
+        assert write_chat(tokenizer, CHAT, tools=tools, add_generation_prompt=ask) == expected
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert render_chat(tokenizer, CHAT) == ids
+
+
+def test_of_several_templates_the_right_one_is_taken() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
+    assert write_chat(tokenizer, CHAT) == "plain"
+    assert write_chat(tokenizer, CHAT, tools=TOOLS) == "tools"
+    tokenizer.chat_template = {"other": "x"}
+    with pytest.raises(TemplateError, match="no chat template, or none by default"):
+        write_chat(tokenizer, CHAT)
+
+
+HOSTILE = {
+    "{{": "cannot be read: unexpected 'end of template'",
+    "{{ raise_exception('two\nlines \x1b[2J') }}": r"does not take this conversation: two lines \x1b[2J",
+    "{{ raise_exception('x' * 10000000) }}": "does not take this conversation: xxxx",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "calls itself without end",
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "nested too deeply",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "did not come to an end",
+    "{{ 10 ** (10 ** 9) }}": "did not come to an end",
+    "{{ 'x' * 10 ** 10 }}": "too much memory",
+    "{{ 'x'.center(10 ** 10) }}": "too much memory",
+    "{{ ('x' * 10 ** 5).replace('x', 'y' * 10 ** 5) }}": "too much memory",
+    "{{ ('x' * 10 ** 5).join(['a'] * 10 ** 5) }}": "too much memory",
+    "{{ '%10000000000d' % 1 }}": "too much memory",
+    "{{ 'x' * 2000000 }}": "writes far more than the conversation holds",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "fails on this conversation: SecurityError",
+    "{% set ns = namespace(__class__=1) %}": "fails on this conversation: SecurityError",
+    "{{ messages[0].missing.further }}": "fails on this conversation: UndefinedError",
+    "{% include '/etc/passwd' %}": "fails on this conversation: TypeError",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded there alone")
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_a_template_that_cannot_be_used_is_one_sentence(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, sentence = list(HOSTILE.items())[number]
+    monkeypatch.setattr(template, "SECONDS", 0.3)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = source
+    with pytest.raises(TemplateError) as raised:
+        render_chat(tokenizer, CHAT)
+    assert sentence in str(raised.value)
+    assert str(raised.value).isprintable()
+    tokenizer.chat_template = "{{ messages | length }}"
+    assert write_chat(tokenizer, CHAT) == "4"  # the next conversation is written as ever
+
+
+def test_templates_see_nothing_of_the_working_directory(tmp_path: Path) -> None:
+    """A user may well stand in the folder that is not trusted."""
+    (tmp_path / "jinja2.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    script = "from otaro.tokenizer.template import _worker; print(_worker.write('{{ 1 + 1 }}', {}))"
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "2\n"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_commands_say_what_is_wrong_with_a_template(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}")
+    assert generate(folder) == 2
+    assert "the model's chat template cannot be read" in one_sentence(capfd)
+    assert generate(folder, "--raw") == 0
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def replaced(path: Path, **values: Any) -> Callable[[Path], None]:
+    return lambda folder: change(folder / path, **values)
+
+
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut": (lambda folder: (folder / "tokenizer.json").write_text('{"version"'), "Expecting"),
+    "deep": (lambda folder: (folder / "tokenizer.json").write_text("[" * 100000), "nested too deeply"),
+    "list": (lambda folder: (folder / "tokenizer.json").write_text("[]"), "not a JSON object"),
+    "binary": (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff\xfe\0"), "codec can't decode"),
+    "large": (lambda folder: os.truncate(folder / "tokenizer_config.json", 10**9), "has more than 64000000 bytes"),
+    "model": (replaced(Path("tokenizer.json"), model=7), "cannot be loaded"),
+    "vocabulary": (replaced(Path("tokenizer.json"), model={"type": "BPE", "vocab": 1, "merges": []}), "be loaded"),
+    "added": (replaced(Path("tokenizer.json"), added_tokens=[{"id": "x"}]), "cannot be loaded"),
+    "added text": (
+        replaced(Path("tokenizer.json"), added_tokens=[{"content": "x" * 5000}]),
+        "holds a text of 5000 characters",
+    ),
+    "template": (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "cannot be loaded"),
+    "token": (replaced(Path("tokenizer_config.json"), eos_token={"a": []}), "cannot be loaded"),
+    "config": (replaced(Path("tokenizer_config.json"), added_tokens_decoder={"x": 1}), "cannot be loaded"),
+    "panic": (
+        replaced(Path("tokenizer.json"), pre_tokenizer={**SPLIT, "pattern": {"Regex": r"(\w+)+$|(\s|\s)*\d"}}),
+        "the tokenizer fails on this text: Onig",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_tokenizer_that_cannot_be_used_is_one_sentence(
+    folder: Path, name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil, reason = SPOILT[name]
+    monkeypatch.setattr("otaro.tokenizer.PROBE", "a" * 40 + "!")
+    spoil(folder)
+    with pytest.raises(OtaroError, match="holds no tokenizer that can be read") as raised:
+        load_tokenizer(folder)
+    assert reason in str(raised.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_texts_that_become_longer_and_longer_are_refused() -> None:
+    double = {"type": "Replace", "pattern": {"Regex": "(?:a|b)"}, "content": "aa"}
+    for steps in ([double] * 30, [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 200}]):
+        for part in ({"normalizer": {"type": "Sequence", "normalizers": steps}}, {"decoder": {"decoders": steps}}):
+            with pytest.raises(ValueError, match="times longer"):
+                check_described(part)
+    ordinary = [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"},
+        {"type": "NFKC"},
+    ]
+    check_described({"normalizer": {"type": "Sequence", "normalizers": ordinary}})
+
+
+def test_quick_expressions_are_told_from_others() -> None:
+    for pattern in (r"\s+", r" {2,}", r"[^\S\n]+", "a|b", r"\p{Zs}", r"'s|'t", r"[\]*]+x"):
+        assert is_quick(pattern), pattern
+    for pattern in (r"(a+)+", r"a*a*", r"(a|a)*", r"\s+\w+", r"[a[b]]*c*", r"(?:x){2,}"):
+        assert not is_quick(pattern), pattern
+
+
+def test_an_expression_that_takes_too_long_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slow = {**SPLIT, "pattern": {"Regex": r"\w*\w*\w*(?!\w)(?<!\w)\d"}}
+    change(folder / "tokenizer.json", pre_tokenizer=slow)
+    tokenizer = load_tokenizer(folder)
+    monkeypatch.setattr("otaro.tokenizer.SECONDS", 0.1)
+    with pytest.raises(OtaroError, match="did not get done with this text"):
+        encode(tokenizer, "a" * 160)
+
+
+def test_code_in_the_folder_is_never_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ran = folder / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
+    mapped = {
+        "AutoTokenizer": ["evil.Evil", "evil.Evil"],
+        "AutoConfig": "evil.Evil",
+        "AutoModelForCausalLM": "evil.Evil",
+    }
+    change(folder / "tokenizer_config.json", auto_map=mapped)
+    change(folder / "config.json", auto_map=mapped)
+    assert generate(folder) == 0
+    assert generate(folder, "--backend", "transformers") == 0
+    capfd.readouterr()
+    change(folder / "config.json", model_type="evil")
+    change(folder / "tokenizer_config.json", tokenizer_class="Evil")
+    assert generate(folder) == 2
+    one_sentence(capfd)
+    assert not ran.exists()
