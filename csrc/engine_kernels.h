@@ -12,6 +12,9 @@
 // caller: it costs one more dot product a step, which little matters where reading the weights takes longer anyway.
 #pragma once
 
+#include <cmath>
+#include <utility>
+
 #include "tiles.h"
 
 namespace otaro {
@@ -40,6 +43,14 @@ struct Product {
 // The parts of a step's float that do not depend on the group: a scale byte's exponent is put into a float's exponent as
 // it is (2^(field - 127)), so this is missing in it.
 static inline float step_constant(int mantissa) { return power_of_two(127 - kExponentOffset + 1 - mantissa); }
+
+// What activations of a largest magnitude are multiplied by to become integers up to `most`, and what one of these is worth.
+// One that is not finite makes the whole block, and what is computed from it, not a number: it must not go unnoticed.
+static inline std::pair<float, float> activation_unit(float extent, float most) {
+    if (extent == 0) return {0.0f, 0.0f};
+    if (!(extent < INFINITY)) return {0.0f, NAN};
+    return {most / extent, extent / most};
+}
 
 // A tile with two bytes for each weight, and room for the tiles that are unpacked at a time.
 static inline int64_t unpacked_bytes(const Tiles& tiles) { return 2 * tiles.blocks * kSteps * kStepBytes; }

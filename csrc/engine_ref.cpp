@@ -43,9 +43,9 @@ void quantize_ref(const float* x, int64_t length, int mantissa, const Activation
     for (int64_t block = 0; block < to.blocks; ++block) {
         const int64_t start = block * kBlockColumns;
         const auto value = [&](int64_t i) { return start + i < length ? x[start + i] : 0.0f; };
-        float extent = 0;
-        for (int i = 0; i < kBlockColumns; ++i) extent = std::fmax(extent, std::fabs(value(i)));
-        const float inverse = extent > 0 ? most / extent : 0.0f, unit = extent > 0 ? extent / most : 0.0f;
+        uint32_t largest = 0;
+        for (int i = 0; i < kBlockColumns; ++i) largest = std::max(largest, float_bits(std::fabs(value(i))));
+        const auto [inverse, unit] = activation_unit(bits_float(largest), most);
         int32_t sum = 0;
         for (int i = 0; i < kBlockColumns; ++i) {
             const int64_t place = row * to.columns + start + i;

@@ -39,7 +39,8 @@ template <class V> void normalize(const float* x, const float* weight, int64_t l
     }
     float sum = V::sum(squares);
     for (; i < length; ++i) sum += x[i] * x[i];
-    const float factor = 1.0f / __builtin_sqrtf(sum / static_cast<float>(length) + epsilon);
+    // Squares beyond a float's range would make the row 0 and go unnoticed.
+    const float factor = sum < INFINITY ? 1.0f / __builtin_sqrtf(sum / static_cast<float>(length) + epsilon) : NAN;
     for (i = 0; i < length; ++i) result[i] = weight[i] * (x[i] * factor);
 }
 
@@ -84,11 +85,12 @@ void quantize_activations(const float* x, int64_t length, int mantissa, const Ac
         const int count = static_cast<int>(rest < 0 ? 0 : rest < kBlockColumns ? rest : kBlockColumns);
         const float* const values =
             count == kBlockColumns ? x + start : padded(x + start, count, kBlockColumns, buffer);
-        typename V::F largest = V::set1(0);
-        for (int i = 0; i < kBlockColumns; i += V::kLanes) largest = V::max(largest, V::abs(V::load(values + i)));
-        // Floats that are not negative are ordered as their bits are.
-        const float extent = bits_float(static_cast<uint32_t>(V::largest(V::bits(largest))));
-        const float inverse = extent > 0 ? most / extent : 0.0f, unit = extent > 0 ? extent / most : 0.0f;
+        // Floats that are not negative are ordered as their bits are, infinity and what is not a number at the end.
+        typename V::I largest = V::set1i(0);
+        for (int i = 0; i < kBlockColumns; i += V::kLanes) {
+            largest = V::maxi(largest, V::bits(V::abs(V::load(values + i))));
+        }
+        const auto [inverse, unit] = activation_unit(bits_float(static_cast<uint32_t>(V::largest(largest))), most);
         int32_t whole[kBlockColumns];
         for (int i = 0; i < kBlockColumns; i += V::kLanes) {
             V::storei(whole + i, V::round_int(V::mul(V::load(values + i), V::set1(inverse))));

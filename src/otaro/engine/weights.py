@@ -175,6 +175,8 @@ class Weights:
     def _set_vector(self, key: str, tensor: Tensor) -> None:
         place = vector_place(key)
         assert place is not None
+        if not bool(tensor.isfinite().all()):
+            raise FormatError(f"{key} holds numbers that are not finite: the model is broken, fetch it again")
         self.model.set_vector(*place, tensor)
 
     def _tie(self) -> None:
