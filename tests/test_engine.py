@@ -352,7 +352,7 @@ def test_drafts_that_hold_never_rest() -> None:
     "prompt, options, message",
     [
         ([], {}, "no tokens"),
-        (PROMPT, {"max_new_tokens": 0}, "at least 1"),
+        (PROMPT, {"max_new_tokens": 0}, "a whole number from 1"),
         (PROMPT, {"max_new_tokens": 64}, "do not fit the context"),
         ([99], {}, "outside the vocabulary"),
         ([-1], {}, "outside the vocabulary"),

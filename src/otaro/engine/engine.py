@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
@@ -24,6 +25,7 @@ import numpy
 from otaro.checkpoint.folder import Progress
 from otaro.engine.live import LiveWeights
 from otaro.engine.native import Logits, Session
+from otaro.engine.numbers import MOST_CONTEXT, MOST_THREADS, token_ids, whole
 from otaro.engine.sampling import Sampler, Sampling
 from otaro.engine.speculation import (
     MARGIN,
@@ -49,7 +51,8 @@ Widths = bytes | Callable[[], bytes]
 
 def usable_cores() -> int:
     """The cores this process may use, where the system says; all of them elsewhere."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(cores, MOST_THREADS)
 
 
 class Engine:
@@ -75,9 +78,7 @@ class Engine:
         progressive: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        if threads is not None and threads < 1:
-            raise OtaroError(f"{threads} threads cannot run a model: use 1 or more, or leave the number out")
-        self.threads = threads or usable_cores()
+        self.threads = usable_cores() if threads is None else whole("threads", threads, 1, MOST_THREADS)
         self.kv_cache = parse_cache(kv_cache)
         """The width of keys and values; None is float16."""
         chosen = None if precision is None else Precision(precision)
@@ -86,9 +87,9 @@ class Engine:
         limit = self.weights.config.max_position_embeddings
         if type(limit) is not int or limit < 1:
             raise FormatError(f"{folder}/config.json allows {limit} positions: fetch it again")
-        if context is not None and not 1 <= context <= limit:
+        if context is not None and whole("context", context, 1, MOST_CONTEXT) > limit:
             raise OtaroError(f"a context of {context} tokens is not possible: the model's own is {limit}")
-        self.context = context or min(limit, DEFAULT_CONTEXT)
+        self.context = int(context or min(limit, DEFAULT_CONTEXT))
         self._session = Session(self.weights.model, self.context, cache=self.kv_cache)
         self._held: list[int] = []
         self._text = threading.Lock()  # held while a text is run, between its tokens too
@@ -141,10 +142,11 @@ class Engine:
 
     def logits(self, tokens: Sequence[int], precision: Precision | str | None = None) -> Logits:
         """The logits after each token of a text, [tokens, vocabulary]."""
-        self._check_prompt(tokens, 0)
-        with self._text:
+        ids = token_ids(tokens)
+        self._check_prompt(ids, 0)
+        with self._turn():
             self._held = []
-            return self.run(tokens, 0, self._widths(precision), logits=len(tokens))
+            return self.run(ids, 0, self._widths(precision), logits=len(ids))
 
     def tokens(
         self,
@@ -164,21 +166,12 @@ class Engine:
         gives single layers other widths, as in `Weights.widths`. With `draft` that width drafts and `precision` checks.
         With `reuse`, what the prompt shares with the text before is not run again. Closing the iterator stops.
         """
-        if max_new_tokens < 1:
-            raise OtaroError(f"max_new_tokens is {max_new_tokens}: ask for at least 1 token")
-        self._check_prompt(prompt, max_new_tokens)
+        text = token_ids(prompt)
+        self._check_prompt(text, whole("max_new_tokens", max_new_tokens, 1, MOST_CONTEXT))
         wanted, reading = self._widths(None, overrides), self._widths(prefill, overrides)
         drafting = None if draft is None else self._widths(draft)
-        return self._tokens(
-            list(prompt),
-            max_new_tokens,
-            Sampler(sampling),
-            wanted,
-            reading,
-            drafting,
-            frozenset(end),
-            reuse,
-        )
+        ends = frozenset(token_ids(end))
+        return self._tokens(text, int(max_new_tokens), Sampler(sampling), wanted, reading, drafting, ends, reuse)
 
     def _tokens(
         self,
@@ -191,10 +184,7 @@ class Engine:
         end: frozenset[int],
         reuse: bool,
     ) -> Iterator[int]:
-        if not self._text.acquire(blocking=self._text_thread != threading.get_ident()):
-            raise OtaroError("a text is still being run in this thread: close its iterator before the next one")
-        try:
-            self._text_thread = threading.get_ident()
+        with self._turn():
             logits = self._prefill(text, prefill, reuse)
             limit = len(text) + max_new_tokens
             fresh = [sampler.pick(logits, text)]
@@ -205,6 +195,7 @@ class Engine:
                         return
                     text.append(token)
                     yield token
+                    self._text_thread = threading.get_ident()  # whoever goes on with the text now
                     if len(text) == limit:
                         return
                 room = limit - len(text) - 1
@@ -212,6 +203,15 @@ class Engine:
                     fresh = [sampler.pick(self.run(text[-1:], len(text) - 1, widths)[0], text)]
                 else:
                     fresh = self._speculate(text, sampler, widths, draft, guessing, room)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One text at a time: others wait, but the thread that runs it would wait for itself."""
+        if not self._text.acquire(blocking=self._text_thread != threading.get_ident()):
+            raise OtaroError("a text is still being run in this thread: close its iterator before the next one")
+        try:
+            self._text_thread = threading.get_ident()
+            yield
         finally:
             self._text_thread = None
             self._text.release()

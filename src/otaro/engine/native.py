@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otaro.engine.numbers import MOST_CONTEXT, shown, token_ids, whole
 from otaro.errors import OtaroError, PrecisionError
 from otaro.ops import cpu
 from otaro.packing import Planes
@@ -27,10 +28,10 @@ from otaro.sefp import Format
 
 Logits = NDArray[numpy.float32]
 
-_INT, _LONG, _DATA = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+_INT, _LONG, _DATA = cpu.INT, cpu.LONG, ctypes.c_void_p
 _INDEX, _PLANES, _NO_MEMORY = 4, 6, 7
 NOT_LOADED = "that precision is not loaded: raise the model to it first"
-_SIGNATURES: dict[str, tuple[type, ...]] = {
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
     "otaro_matrix_create": (_DATA, _LONG, _LONG, _DATA),
     "otaro_matrix_destroy": (_DATA,),
     "otaro_matrix_set_base": (_DATA, _DATA, _INT),
@@ -198,7 +199,7 @@ class Session:
     """
 
     def __init__(self, model: Model, context: int, *, cache: Precision | None = None, isa: str | None = None) -> None:
-        self.context = context
+        self.context = whole("context", context, 1, MOST_CONTEXT)
         self.length = 0
         """Tokens whose keys and values are held."""
         self._model = model
@@ -217,14 +218,13 @@ class Session:
 
         `widths` holds the mantissa bits of the embedding, of each layer and of the head.
         """
-        shape = self._model.shape
-        self._check(tokens, position, len(tokens))
-        ids = numpy.array(tokens, dtype=numpy.int32)
-        result = numpy.empty((logits, shape.vocabulary), dtype=numpy.float32)
+        ids = numpy.array(self._checked(tokens, position, len(tokens)), dtype=numpy.int32)
+        rows = whole("the number of logits", logits, 0, len(ids))
+        result = numpy.empty((rows, self._model.shape.vocabulary), dtype=numpy.float32)
         self.length = min(self.length, position)
         error = _library().otaro_session_run(
             *(self.handle, ids.ctypes.data, ids.nbytes, len(ids), position, widths, len(widths)),
-            *(result.ctypes.data, result.nbytes, logits, threads),
+            *(result.ctypes.data, result.nbytes, rows, threads),
         )
         _check(error, NOT_LOADED)
         self.length = position + len(ids)
@@ -238,7 +238,8 @@ class Session:
         The guessing ends with a token that is ahead of the next likeliest by less than `margin`. What lay at the
         position and behind is forgotten.
         """
-        self._check([token], position, most)
+        whole("the number of drafts", most, 1, MOST_CONTEXT)
+        self._checked([token], position, most)
         drafts = (ctypes.c_int32 * most)()
         count = ctypes.c_int64(most)
         self.length = min(self.length, position)
@@ -249,15 +250,21 @@ class Session:
         _check(error, NOT_LOADED)
         return drafts[: count.value]
 
-    def _check(self, tokens: Sequence[int], position: int, count: int) -> None:
+    def _checked(self, tokens: Sequence[int], position: int, count: int) -> list[int]:
+        """The tokens, if they are of the vocabulary and `count` of them have room at the position."""
+        ids = token_ids(tokens)
+        whole("the position", position, 0, self.context)
         vocabulary = self._model.shape.vocabulary
         if position + count > self.context:
             raise OtaroError(f"{position + count} tokens do not fit the context of {self.context}: shorten the text")
-        outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        outside = next((token for token in ids if not 0 <= token < vocabulary), None)
         if outside is not None:
-            raise OtaroError(f"token {outside} is outside the vocabulary of {vocabulary}: use the model's tokenizer")
+            raise OtaroError(
+                f"token {shown(outside)} is outside the vocabulary of {vocabulary}: use the model's tokenizer"
+            )
         if position > self.length:
             raise ValueError(f"position {position} leaves a gap: {self.length} tokens are held")
+        return ids
 
 
 def read(data: NDArray[numpy.uint64], threads: int) -> int:
@@ -289,11 +296,14 @@ def _library() -> ctypes.CDLL:
 
 
 def _create(owner: object, kind: str, *arguments: Any) -> ctypes.c_void_p:
-    """A new native object, destroyed together with its owner."""
+    """A new native object, destroyed together with its owner.
+
+    Not when the program ends, though: threads that are no longer waited for may still be in a call that uses it.
+    """
     library = _library()
     handle = ctypes.c_void_p()
     _check(getattr(library, f"{kind}_create")(*arguments, ctypes.byref(handle)))
-    weakref.finalize(owner, getattr(library, f"{kind}_destroy"), handle)
+    weakref.finalize(owner, getattr(library, f"{kind}_destroy"), handle).atexit = False
     return handle
 
 

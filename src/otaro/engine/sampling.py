@@ -7,13 +7,16 @@ times the likeliest. A repetition penalty above 1 makes tokens that are there al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from otaro.engine.native import Logits
+from otaro.engine.numbers import is_finite, shown, whole
 from otaro.errors import OtaroError
 
 Probabilities = NDArray[numpy.float64]
@@ -31,15 +34,22 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, valid, expected in (
-            ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
-            ("top_k", self.top_k, self.top_k >= 0, "0 (all) or more"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0"),
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if not is_finite(value):
+                raise OtaroError(f"{name} is {shown(value)}: it must be a number")
+            object.__setattr__(self, name, float(value))
+        for name, valid, expected in (
+            ("temperature", self.temperature >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100"),
         ):
             if not valid:
-                raise OtaroError(f"{name} is {value}: it must be {expected}")
+                raise OtaroError(f"{name} is {getattr(self, name)}: it must be {expected}")
+        object.__setattr__(self, "top_k", whole("top_k", self.top_k, 0, 2**31 - 1))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", whole("seed", self.seed, 0, 2**64 - 1))
 
 
 class Sampler:
@@ -50,20 +60,23 @@ class Sampler:
         self._random = numpy.random.default_rng(sampling.seed)
 
     def pick(self, logits: Logits, history: Sequence[int]) -> int:
-        """The next token after `history`."""
+        """The next token after `history`; logits that are not finite are an error."""
+        if not math.isfinite(float(logits.max()) - float(logits.min())):  # both of them NaN where any logit is
+            raise OtaroError("the model's logits are not finite: the packed weights are broken, see otaro verify")
         if self.sampling.temperature == 0:
             return int(self._penalized(logits, history).argmax())
         return self.draw(self.distribution(logits, history))
 
     def distribution(self, logits: Logits, history: Sequence[int]) -> Probabilities:
         """The probability of every token; all of it on one at temperature 0."""
-        logits = self._penalized(logits, history)
+        penalized = self._penalized(logits, history)
         if self.sampling.temperature == 0:
             certain = numpy.zeros(len(logits))
-            certain[logits.argmax()] = 1.0
+            certain[penalized.argmax()] = 1.0
             return certain
-        scaled = logits.astype(numpy.float64) / self.sampling.temperature
-        weights = numpy.exp(scaled - scaled.max())
+        behind = penalized.astype(numpy.float64) - float(penalized.max())
+        with numpy.errstate(over="ignore"):  # next to no temperature: all but the likeliest are infinitely far behind
+            weights = numpy.exp(behind / self.sampling.temperature)
         if 0 < self.sampling.top_k < len(weights):
             kept = numpy.argpartition(weights, -self.sampling.top_k)[-self.sampling.top_k :]
             mask = numpy.zeros(len(weights), dtype=bool)
@@ -79,15 +92,13 @@ class Sampler:
 
     def draw(self, probabilities: Probabilities) -> int:
         sums = numpy.cumsum(probabilities)
-        if not sums[-1] > 0:
-            raise OtaroError("the model's logits are not finite: the packed weights are broken, see otaro verify")
         return int(numpy.searchsorted(sums, self._random.random() * sums[-1], side="right"))
 
-    def _penalized(self, logits: Logits, history: Sequence[int]) -> Logits:
+    def _penalized(self, logits: Logits, history: Sequence[int]) -> NDArray[numpy.floating[Any]]:
         penalty = self.sampling.repetition_penalty
         if penalty == 1 or not history:
             return logits
         seen = numpy.unique(numpy.array(history))
-        logits = logits.copy()
-        logits[seen] = numpy.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
-        return logits
+        penalized = logits.astype(numpy.float64)
+        penalized[seen] = numpy.where(penalized[seen] > 0, penalized[seen] / penalty, penalized[seen] * penalty)
+        return penalized

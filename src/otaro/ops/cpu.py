@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +80,24 @@ class _CTiers(ctypes.Structure):
     )
 
 
-_INT, _LONG, _DATA, _STRUCT = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
-_SIGNATURES: dict[str, tuple[type, ...]] = {
+def _checked(kind: type[ctypes.c_int32] | type[ctypes.c_int64]) -> Any:
+    """A C integer as the type of an argument: ctypes alone would cut what does not fit without a word."""
+    bits = 8 * ctypes.sizeof(kind)
+
+    class Checked:
+        @staticmethod
+        def from_param(value: Any) -> Any:
+            number = operator.index(value)
+            if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+                raise OverflowError(f"an integer of {number.bit_length()} bits does not fit into {bits}")
+            return kind(number)
+
+    return Checked
+
+
+INT, LONG = _checked(ctypes.c_int32), _checked(ctypes.c_int64)
+_INT, _LONG, _DATA, _STRUCT = INT, LONG, ctypes.c_void_p, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
     "otaro_abi_version": (),
     "otaro_isa_supported": (_INT,),
     "otaro_best_isa": (),
