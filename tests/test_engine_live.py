@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -410,6 +412,61 @@ def test_a_text_left_midway_is_named_and_not_waited_for(folder: Path) -> None:
     assert len(list(engine.tokens(PROMPT, max_new_tokens=5))) == 5
 
 
-def test_a_number_of_threads_that_cannot_be(folder: Path) -> None:
-    with pytest.raises(OtaroError, match="-1 threads"):
-        Engine(folder, threads=-1)
+def test_logits_asked_for_within_a_text_are_refused_and_not_waited_for(folder: Path) -> None:
+    engine = Engine(folder, threads=1)
+    text = engine.tokens(PROMPT, max_new_tokens=5)
+    first = next(text)
+    with pytest.raises(OtaroError, match="close its iterator"):
+        engine.logits(PROMPT)
+    with ThreadPoolExecutor(1) as other:  # whoever goes on with the text is the one that cannot wait for it
+        second = other.submit(next, text).result(PATIENCE)
+        with pytest.raises(OtaroError, match="close its iterator"):
+            other.submit(engine.logits, PROMPT).result(PATIENCE)
+    assert [first, second, *text] == list(engine.tokens(PROMPT, max_new_tokens=5))
+    assert engine.logits(PROMPT).shape[0] == len(PROMPT)
+
+
+EXITS = """
+import os, sys, threading, time
+from otaro.engine.engine import Engine
+
+folder = sys.argv[1]
+
+def run(engine):
+    while True:
+        list(engine.tokens([1, 2, 3] * 5, max_new_tokens=40, draft="E5M3"))
+
+Engine(folder, threads=1)  # imports all there is to import, which takes seconds: the attempts are forks
+for attempt in range(8):
+    child = os.fork()
+    if child == 0:
+        break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        sys.exit(f"attempt {attempt} ended with {status}")
+else:
+    print("survived")
+    sys.exit()
+engine = Engine(folder, threads=2, progressive=attempt % 2 == 1)
+for _ in range(2):
+    threading.Thread(target=run, args=(engine,), daemon=True).start()
+time.sleep(0.01 * attempt)
+if attempt % 4 > 1:
+    engine.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_program_may_end_while_threads_run_texts(folder: Path) -> None:
+    """The interpreter does not wait for daemon threads: what they use must not go before they do."""
+    command = [sys.executable, "-c", EXITS, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "survived\n", "")
+
+
+def test_an_engine_may_go_while_its_text_runs(folder: Path) -> None:
+    """Whoever runs a text holds all of what it needs, though nobody holds the engine."""
+    texts = [Engine(folder, threads=2).tokens(PROMPT, max_new_tokens=40) for _ in range(4)]
+    expected = list(Engine(folder).tokens(PROMPT, max_new_tokens=40))
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(list, texts)) == [expected] * 4
