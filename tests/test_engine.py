@@ -439,14 +439,14 @@ def test_a_file_that_changes_after_it_was_checked(
 ) -> None:
     changing = tmp_path / "changing"
     shutil.copytree(folder, changing)
-    check = PackedFolder.check
+    check = PackedFolder.check_headers
 
     def check_then_change(self: PackedFolder, precision: Precision) -> None:
         check(self, precision)
         shutil.copyfile(changing / "model-m4.safetensors", changing / f"model-{width}.safetensors")
 
-    monkeypatch.setattr(PackedFolder, "check", check_then_change)
-    with pytest.raises(FormatError, match=f"model-{width}.safetensors changed while it was read"):
+    monkeypatch.setattr(PackedFolder, "check_headers", check_then_change)
+    with pytest.raises(FormatError, match=f"model-{width}.safetensors holds E5M4, not E5{width.upper()}"):
         Engine(changing, threads=1)
 
 

@@ -27,6 +27,7 @@ from otaro.engine import command
 from otaro.engine.engine import Engine
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.precision import NARROWEST, Precision
+from otaro.safetensors_file import SafetensorsFile
 
 PROMPT = [5, 80, 3, 44, 17, 9, 60]
 PATIENCE = 60.0
@@ -266,19 +267,17 @@ def test_a_file_cut_before_or_while_it_is_read_is_said_and_the_rest_goes_on(
         engine.raise_to("E5M8")
     assert engine.precision == Precision.E5M5
 
-    # Whole when it was checked, cut when it is read.
+    # Whole when it was opened, cut when it is read.
     broken = tmp_path / "while"
     shutil.copytree(folder, broken)
-    original = PackedFolder.check
+    original = SafetensorsFile.read
 
-    def check(folder: PackedFolder, precision: Precision, *rest: Any, **named: Any) -> None:
-        original(folder, precision, *rest, **named)
-        if precision == Precision.E5M6:
-            path = folder.paths(precision)[0]
-            with path.open("r+b") as file:
-                file.truncate(path.stat().st_size - 100)
+    def read(file: SafetensorsFile, name: str) -> Any:
+        if file.path == broken / "model-m6.safetensors":
+            os.truncate(file.path, file.data_start)
+        return original(file, name)
 
-    monkeypatch.setattr(PackedFolder, "check", check)
+    monkeypatch.setattr(SafetensorsFile, "read", read)
     engine = Engine(broken, threads=1, progressive=True)
     with pytest.raises(FormatError, match="model-m6.safetensors is truncated"):
         engine.finish_loading()

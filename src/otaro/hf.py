@@ -95,7 +95,7 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
             self.precision = self.folder.precisions[0]
         else:
             self.precision = Precision(asked)
-        self.folder.check(self.precision)
+        self.folder.check_headers(self.precision)
         format = self.folder.format
         targets = {t.name: t for t in convert.find_targets(model, self.folder.layout.embedding_floor).values()}
         packed = [entry for entry in self.folder.entries if entry.floor is not None]
@@ -122,6 +122,7 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _attach_planes(self, model: Any) -> None:
+        self.folder.check_held(model.state_dict())
         layers = cast(dict[str, SefpWeight], convert.sefp_layers(model))
         for width in self.folder.widths(self.precision)[1:]:
             for key, plane in self.folder.planes(width):

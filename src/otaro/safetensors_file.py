@@ -187,5 +187,12 @@ class SafetensorsFile:
         return FormatError(f"{self.path.name} is corrupt: {reason}; copy or download it again")
 
 
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's values as they lie in a file."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data: memoryview = flat.numpy().data
+    return data
+
+
 def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

@@ -133,19 +133,19 @@ def cut(folder: str | Path, out: str | Path, precision: Precision | str, progres
     """A new folder with the same model up to `precision`: the same bytes as packing it to that width."""
     precision, packed, out = Precision(precision), PackedFolder(Path(folder)), Path(out)
     refuse_existing(out)
-    packed.check(precision, progress)
-    files = packed.files(precision)
-    with new_folder(out, sum(path.stat().st_size for path in files)) as partial:
+    files = packed.check_headers(precision)
+    with new_folder(out, sum(file.path.stat().st_size for file in files)) as partial:
         weights = {path.name for width in Precision for path in packed.path.glob(f"{stem(width)}*")}
         for path in packed.path.rglob("*"):
             place = path.relative_to(packed.path)
             if path.is_file() and str(place) not in weights and str(place) != "config.json":
                 (partial / place).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, partial / place)
-        for number, path in enumerate(files, 1):
-            shutil.copyfile(path, partial / path.name)
+        for number, file in enumerate(files, 1):
+            with (partial / file.path.name).open("xb") as copy:
+                packed.read_through(file, copy)
             if progress is not None:
-                progress(f"copying {path.name}", number, len(files))
+                progress(f"copying {file.path.name}", number, len(files))
         for width in packed.widths(precision):
             index = packed.path / index_name(width)
             if index.is_file():

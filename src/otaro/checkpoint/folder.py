@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from torch import Tensor
 
 from otaro.checkpoint.layout import (
     DTYPE_NAMES,
@@ -27,7 +30,7 @@ from otaro.checkpoint.layout import (
 )
 from otaro.errors import FormatError, PrecisionError
 from otaro.precision import NARROWEST, Precision, join
-from otaro.safetensors_file import DTYPES, SafetensorsFile
+from otaro.safetensors_file import DTYPES, SafetensorsFile, tensor_bytes
 from otaro.sefp import Format
 
 Progress = Callable[[str, int, int], None]
@@ -128,7 +131,7 @@ class PackedFolder:
     @cached_property
     def pack(self) -> str:
         """The id that all files of the pack carry."""
-        return self._headers(NARROWEST)[0][1]["sefp_pack"]
+        return self._first_headers[0].metadata["sefp_pack"]
 
     @cached_property
     def precisions(self) -> list[Precision]:
@@ -138,21 +141,15 @@ class PackedFolder:
     @cached_property
     def entries(self) -> list[Entry]:
         """Every tensor of the model, in the order of the files."""
-        headers = self._headers(NARROWEST)
-        packed = [entry for file, metadata in headers for entry in self._packed_in(file, metadata)]
+        packed = [entry for file in self._first_headers for entry in self._packed_in(file)]
         planes = {part.key for entry in packed for _, part in parts(entry, self.format)}
         plain = [
             Entry(name, info.shape, info.dtype)
-            for file, _ in headers
+            for file in self._first_headers
             for name, info in file.tensors.items()
             if name not in planes
         ]
         return plain + packed
-
-    def files(self, precision: Precision) -> list[Path]:
-        """The weight files read at a width; an error if one of them is missing."""
-        self.check_available(precision)
-        return [path for width in self.widths(precision) for path in self.paths(width)]
 
     def widths(self, precision: Precision) -> list[Precision]:
         """The widths whose files are read at that width, the narrowest first."""
@@ -170,37 +167,44 @@ class PackedFolder:
             ask = f" or ask for precision {self.precisions[0]}" if self.precisions else ""
             raise FormatError(f"{missing} is missing: {held}; fetch that file{ask}")
 
-    def check(self, precision: Precision, progress: Progress | None = None, *, above: Precision | None = None) -> None:
-        """Read the files of a width and make sure that they are whole, unaltered and of one pack.
-
-        Files that the width `above` reads too are left out: they have been checked before.
-        """
-        expected: dict[Precision, set[Part]] = {}
-        for entry in self.entries:
-            for width, part in parts(entry, self.format):
-                expected.setdefault(width, set()).add(part)
+    def check_headers(self, precision: Precision) -> list[SafetensorsFile]:
+        """The files of a width, closed again; an error if one is missing, of another pack, or lacks a tensor."""
         self.check_available(precision)
-        jobs = []
+        files = []
         for width in self.widths(precision):
-            if above is not None and width <= self.format.stored(above):
-                continue
-            headers = self._headers(width)
-            found = {Part(name, info.dtype, info.shape) for file, _ in headers for name, info in file.tensors.items()}
-            different = sorted(part.key for part in found ^ expected.get(width, set()))
-            if different:
-                raise FormatError(f"{file_name(width)} does not hold {different[0]} as it should: fetch it again")
-            jobs += headers
-        total = sum(file.path.stat().st_size for file, _ in jobs)
+            with ExitStack() as stack:
+                files += self._open(width, stack)
+        return files
+
+    def check(self, precision: Precision, progress: Progress | None = None) -> None:
+        """Read the files of a width and make sure that they are whole, unaltered and of one pack."""
+        files = self.check_headers(precision)
+        sizes = [file.path.stat().st_size for file in files]
         done = 0
         with ThreadPoolExecutor(4) as pool:
-            for file, size in pool.map(lambda job: self._check_file(*job), jobs):
+            for file, size, _ in zip(files, sizes, pool.map(self.read_through, files), strict=True):
                 done += size
                 if progress is not None:
-                    progress(f"checking {file}", done, total)
+                    progress(f"checking {file.path.name}", done, sum(sizes))
+
+    def read_through(self, file: SafetensorsFile, out: BinaryIO | None = None) -> None:
+        """Read one of the files from end to end, and write it to `out`; at its end an error if it was altered."""
+        checksum = hashlib.sha256()
+        with file.path.open("rb", buffering=0) as stream:
+            header = stream.read(file.data_start)
+            if out is not None:
+                out.write(header)
+            while chunk := stream.read(CHUNK):
+                checksum.update(chunk)
+                if out is not None:
+                    out.write(chunk)
+        self._check_sum(file, checksum)
 
     def info(self) -> Info:
-        headers = {width: self._headers(width) for width in self.widths(max(self.precisions, default=NARROWEST))}
-        sizes = {width: sum(f.path.stat().st_size for f, _ in files) for width, files in headers.items()}
+        with ExitStack() as stack:
+            widths = self.widths(max(self.precisions, default=NARROWEST))
+            headers = {width: self._open_any(width, stack) for width in widths}
+        sizes = {width: sum(file.path.stat().st_size for file in files) for width, files in headers.items()}
         bits: dict[Precision, int] = dict.fromkeys(headers, 0)
         packed = [entry for entry in self.entries if entry.floor is not None]
         for entry in packed:
@@ -221,24 +225,50 @@ class PackedFolder:
             parameters=sum(counts.values()),
             packed_parameters=sum(counts[entry.name] for entry in packed),
             clamped_groups=clamped if type(clamped) is int else 0,
-            files={file.path.name: file.path.stat().st_size for files in headers.values() for file, _ in files},
+            files={file.path.name: file.path.stat().st_size for files in headers.values() for file in files},
             _width_bytes=sizes,
             _plane_bits=bits,
         )
 
-    def planes(self, width: Precision) -> Iterator[tuple[str, Any]]:
-        """The tensors of one width's files, (key, tensor); an error if they are no longer what `entries` says."""
-        expected = {part for entry in self.entries for first, part in parts(entry, self.format) if first == width}
-        for path in self.paths(width):
-            with SafetensorsFile(path) as file:
+    def planes(self, width: Precision) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of one width's files, (key, tensor), in the order they lie in, each byte read once.
+
+        Whether a file was altered is known at its end: nothing may be used until the iterator is through.
+        """
+        with ExitStack() as stack:
+            for file in self._open(width, stack):
+                checksum = hashlib.sha256()
+                for name in file.tensors:
+                    tensor = file.read(name)
+                    checksum.update(tensor_bytes(tensor))
+                    yield name, tensor
+                self._check_sum(file, checksum)
+
+    def tensors(self, precision: Precision) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
+        """Every tensor of the model with what a width's files hold of it, one at a time; otherwise as `planes`."""
+        readers = {width: self.planes(width) for width in self.widths(precision)}
+        for entry in self.entries:
+            found = {}
+            for width, part in parts(entry, self.format):
+                if width in readers:
+                    key, found[part.key] = next(readers[width])
+                    if key != part.key:
+                        raise FormatError(f"{file_name(width)} holds {key} where {part.key} belongs: fetch it again")
+            yield entry, found
+        for reader in readers.values():
+            next(reader, None)  # to the end, where it checks
+
+    def check_held(self, held: Mapping[str, Tensor]) -> None:
+        """Check tensors of the narrowest width that something else has read from its files; the rest is read here."""
+        with ExitStack() as stack:
+            for file in self._open(NARROWEST, stack):
+                checksum = hashlib.sha256()
                 for name, info in file.tensors.items():
-                    part = Part(name, info.dtype, info.shape)
-                    if part not in expected:
-                        raise FormatError(f"{path.name} changed while it was read: fetch it again")
-                    expected.remove(part)
-                    yield name, file.read(name)
-        if expected:
-            raise FormatError(f"{file_name(width)} changed while it was read: fetch it again")
+                    tensor = held.get(name)
+                    if tensor is None or tensor.is_meta or (tensor.dtype, tensor.shape) != (info.dtype, info.shape):
+                        tensor = file.read(name)
+                    checksum.update(tensor_bytes(tensor))
+                self._check_sum(file, checksum)
 
     def paths(self, width: Precision) -> list[Path]:
         """The files that hold one width's planes, there or not."""
@@ -265,15 +295,38 @@ class PackedFolder:
                     return path.name
         return None
 
-    def _headers(self, width: Precision) -> list[tuple[SafetensorsFile, dict[str, str]]]:
-        """The checked headers of a width's files."""
-        result = []
+    @cached_property
+    def _first_headers(self) -> list[SafetensorsFile]:
+        with ExitStack() as stack:
+            return self._open_any(NARROWEST, stack)
+
+    @cached_property
+    def _expected(self) -> dict[Precision, set[Part]]:
+        """What the files of each width should hold."""
+        expected: dict[Precision, set[Part]] = {}
+        for entry in self.entries:
+            for width, part in parts(entry, self.format):
+                expected.setdefault(width, set()).add(part)
+        return expected
+
+    def _open(self, width: Precision, stack: ExitStack) -> list[SafetensorsFile]:
+        """The files of a width that belong to this pack and hold, by their headers, all they should."""
+        files = self._open_any(width, stack)
+        found = {Part(name, info.dtype, info.shape) for file in files for name, info in file.tensors.items()}
+        different = sorted(part.key for part in found ^ self._expected.get(width, set()))
+        if different:
+            raise FormatError(f"{file_name(width)} does not hold {different[0]} as it should: fetch it again")
+        return files
+
+    def _open_any(self, width: Precision, stack: ExitStack) -> list[SafetensorsFile]:
+        """The files of a width, whatever tensors they hold."""
+        files = []
         for path in self.paths(width):
             if not path.is_file():
                 held = "every precision needs it" if width == NARROWEST else f"{width} needs it"
                 raise FormatError(f"{path.name} is missing: {held}; fetch that file")
-            with SafetensorsFile(path) as file:
-                metadata = file.metadata
+            file = stack.enter_context(SafetensorsFile(path))
+            metadata = file.metadata
             self._check_version(metadata.get("sefp_version"), path.name)
             layout = read_layout(_json(metadata.get("sefp_layout"), path.name), path.name)
             if layout != self.layout:
@@ -284,11 +337,10 @@ class PackedFolder:
                 raise FormatError(f"{path.name} comes from another pack than {file_name(NARROWEST)}: fetch it again")
             if "sefp_pack" not in metadata or "sefp_checksum" not in metadata:
                 raise FormatError(f"{path.name} carries no checksum: fetch it again")
-            result.append((file, metadata))
-        packs = {metadata["sefp_pack"] for _, metadata in result}
-        if len(packs) > 1:
+            files.append(file)
+        if len({file.metadata["sefp_pack"] for file in files}) > 1:
             raise FormatError(f"the shards of {file_name(width)} come from different packs: fetch them again")
-        return result
+        return files
 
     def _check_version(self, version: Any, place: str) -> None:
         try:
@@ -300,8 +352,8 @@ class PackedFolder:
                 f"{place} is of format version {number}, newer than {VERSION}, the newest known here: upgrade otaro"
             )
 
-    def _packed_in(self, file: SafetensorsFile, metadata: dict[str, str]) -> list[Entry]:
-        described = _json(metadata.get("sefp_tensors"), file.path.name)
+    def _packed_in(self, file: SafetensorsFile) -> list[Entry]:
+        described = _json(file.metadata.get("sefp_tensors"), file.path.name)
         try:
             return [
                 Entry(name, _checked_shape(shape), DTYPES[dtype], Precision(floor))
@@ -310,20 +362,15 @@ class PackedFolder:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{file.path.name} does not list its packed tensors: fetch it again") from error
 
-    def _check_file(self, file: SafetensorsFile, metadata: dict[str, str]) -> tuple[str, int]:
-        checksum = hashlib.sha256()
-        with file.path.open("rb") as stream:
-            stream.seek(file.data_start)
-            while chunk := stream.read(CHUNK):
-                checksum.update(chunk)
+    def _check_sum(self, file: SafetensorsFile, checksum: Any) -> None:
+        """An error if a file was altered; `checksum` has seen its data."""
         tensors = {
             name: {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [info.start, info.end]}
             for name, info in file.tensors.items()
         }
-        checksum.update(signed_header(tensors, metadata))
-        if checksum.hexdigest() != metadata["sefp_checksum"]:
+        checksum.update(signed_header(tensors, file.metadata))
+        if checksum.hexdigest() != file.metadata["sefp_checksum"]:
             raise FormatError(f"{file.path.name} was altered: its checksum does not match; fetch it again")
-        return file.path.name, file.path.stat().st_size
 
 
 def _json(text: str | None, place: str) -> Any:

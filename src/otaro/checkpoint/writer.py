@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
 
 from otaro.checkpoint.layout import (
@@ -33,6 +32,7 @@ from otaro.errors import OtaroError
 from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
 from otaro.packing import Planes
 from otaro.precision import NARROWEST, Precision
+from otaro.safetensors_file import tensor_bytes
 
 SHARD_SIZE = 5_000_000_000
 
@@ -133,7 +133,7 @@ class PackWriter:
         for width, part in parts(entry, self.layout.format):
             tensor = tensors.get(part.key)
             if tensor is not None:
-                data = _bytes(tensor)
+                data = tensor_bytes(tensor)
                 self._hash.update(data)
                 if width in self._files:
                     self._files[width].write(part, tensor, data)
@@ -279,9 +279,3 @@ def _by_key(entry: Entry, content: Planes | Tensor) -> dict[str, Tensor]:
         tensors[POLARITY] = content.polarity
     tensors |= {bit_name(bit): plane for bit, plane in enumerate(content.bits, NARROWEST.mantissa + 1)}
     return {f"{entry.name}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    data: memoryview = flat.numpy().data
-    return data

@@ -36,14 +36,13 @@ class Weights:
         self, folder: Path, precision: Precision | None = None, *, threads: int = 1, progress: Progress | None = None
     ) -> None:
         self.folder = PackedFolder(folder)
-        self.config = read_config(self.folder)
-        self.generation = _read_generation(folder)
-        shape = read_shape(self.folder, self.config)
         widest = self.folder.precisions[0] if precision is None and self.folder.precisions else NARROWEST
         self.precision = precision or widest
         """The widest precision that is loaded."""
-        self.folder.check(self.precision)
-        self.model = Model(shape)
+        self.folder.check_headers(self.precision)
+        self.config = read_config(self.folder)
+        self.generation = _read_generation(folder)
+        self.model = Model(read_shape(self.folder, self.config))
         self._threads = threads
         self._matrices: dict[str, Matrix] = {}
         self._floors = {entry.name: entry.floor for entry in self.folder.entries if entry.floor is not None}
@@ -92,7 +91,6 @@ class Weights:
         `lock` is held while a matrix is changed.
         """
         try:
-            self.folder.check(width, above=self.precision)
             complete = self._load_bits(width, lock, wanted)
         except BaseException as error:
             self._drop_bit(width, lock)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
@@ -28,6 +27,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate.results import Width
 from otaro.hf import load
 from otaro.precision import Precision, parse_precisions
+from otaro.safetensors_file import tensor_bytes
 from otaro.sefp import Format
 from otaro.sources import Source, open_source
 from otaro.sources.base import quiet
@@ -156,7 +156,7 @@ def _save_tokenizer(source: Source, folder: Path) -> Any:
 
 
 def _load_plain(
-    source: Source, device: torch.device, update: Callable[[bytes], object], progress: Progress | None
+    source: Source, device: torch.device, update: Callable[[bytes | memoryview], object], progress: Progress | None
 ) -> Any:
     """The source's model, in the type that a packed one would compute in; `update` sees the bytes of every weight."""
     dtype = torch.float32 if device.type == "cpu" else getattr(torch, source.config["dtype"])
@@ -167,16 +167,13 @@ def _load_plain(
     with torch.no_grad():
         for number, spec in enumerate(source.tensors, 1):
             weight = source.read(spec)
-            update(spec.name.encode() + _bytes(weight))
+            update(spec.name.encode())
+            update(tensor_bytes(weight))
             state[spec.name].copy_(weight)
             if progress is not None:
                 progress(f"reading {spec.name}", number, len(source.tensors))
     model.tie_weights()
     return model.to(device).eval()
-
-
-def _bytes(weight: Tensor) -> bytes:
-    return weight.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _costs(source: Source, layout: Layout, widths: Sequence[Precision]) -> dict[Width, Cost]:
