@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from otaro.errors import FormatError, OtaroError
 from otaro.export import export_gguf
 from otaro.export.blocks import block_type, encode_blocks
 from otaro.precision import Precision
+from otaro.safetensors_file import SafetensorsFile
 from otaro.sefp import Format
 
 
@@ -234,3 +237,34 @@ def test_sentencepiece_tokenizers_say_how_texts_begin(
     reader = GGUFReader(export_gguf(folder, tmp_path / "twin.gguf", "E5M3"))
     assert field(reader, "tokenizer.ggml.model") == "llama"
     assert field(reader, "tokenizer.ggml.add_space_prefix") == begins_with_space
+
+
+def test_memory_holds_a_tensor_at_a_time(packed_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = architectures.config("llama")
+    config.hidden_size, config.intermediate_size, config.vocab_size, config.num_hidden_layers = 256, 512, 259, 10
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    for path in packed_llama.glob("tokenizer*"):
+        shutil.copyfile(path, tmp_path / "model" / path.name)
+    otaro.pack(tmp_path / "model", tmp_path / "packed")
+    original, held = SafetensorsFile.read, [0, 0]  # bytes of planes in memory: now, and at most
+
+    def count(change: int) -> None:
+        held[0] += change
+        held[1] = max(held)
+
+    def read(file: SafetensorsFile, name: str) -> torch.Tensor:
+        tensor = original(file, name)
+        count(tensor.nbytes)
+        weakref.finalize(tensor, count, -tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(SafetensorsFile, "read", read)
+    tracemalloc.start()  # NumPy tells it what the file's own data take
+    try:
+        twin = export_gguf(tmp_path / "packed", tmp_path / "twin.gguf", "E5M8")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = twin.stat().st_size
+    assert held[1] < size / 16
+    assert peak < size / 4

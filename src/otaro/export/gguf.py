@@ -1,13 +1,26 @@
-"""GGUF twins: files that llama.cpp, Ollama and LM Studio load, with the values a packed model has at a width."""
+"""GGUF twins: files that llama.cpp, Ollama and LM Studio load, with the values a packed model has at a width.
+
+A twin is written a tensor at a time, after the description of all of them: memory is bounded by the largest tensor.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType, get_tensor_name_map
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    GGMLQuantizationType,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+    get_tensor_name_map,
+)
+from numpy.typing import NDArray
 from torch import Tensor
 
 from otaro.checkpoint.folder import PackedFolder, Progress
@@ -19,8 +32,9 @@ from otaro.errors import OtaroError
 from otaro.export.blocks import block_type, encode_blocks
 from otaro.export.tokenizer import add_tokenizer
 from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
-from otaro.packing import Planes, unpack
+from otaro.packing import Planes, unpack_rows
 from otaro.precision import NARROWEST, Precision
+from otaro.sefp import Format
 
 ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
@@ -35,6 +49,9 @@ FILE_TYPES = {
     GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
 }
 
+WEIGHTS_AT_ONCE = 1 << 20
+"""Weights whose codes are in memory at a time."""
+
 
 def export_gguf(
     folder: str | Path, out: str | Path, precision: Precision | str, progress: Progress | None = None
@@ -45,7 +62,7 @@ def export_gguf(
     if not out.absolute().parent.is_dir():
         raise OtaroError(f"{out} cannot be written: there is no folder {out.parent}")
     packed = PackedFolder(folder)
-    packed.check(precision)
+    packed.check_headers(precision)
     try:
         config = read_config(packed)
         shape = read_shape(packed, config)
@@ -59,36 +76,58 @@ def export_gguf(
         _add_description(writer, packed, config, shape, precision)
         add_tokenizer(writer, folder, shape.vocabulary)
         names = get_tensor_name_map(architecture, shape.layers)
-        if config.rope_parameters.get("rope_type") == "llama3":
-            _add_rope_factors(writer, config, shape)
-        entries = packed.entries
-        tensors = {name: tensor for width in packed.widths(precision) for name, tensor in packed.planes(width)}
-        for number, entry in enumerate(entries):
+        factors = _rope_factors(config, shape)
+        if factors is not None:
+            _announce(writer, "rope_freqs.weight", factors.shape, GGMLQuantizationType.F32)
+        for entry in packed.entries:
             name = names.get_name(entry.name, try_suffixes=(".weight", ".bias"))
             if name is None:
                 raise OtaroError(f"{folder} cannot be exported: llama.cpp has no name for the tensor {entry.name}")
-            permuted = _permutation(architecture, entry.name, shape)
             if entry.floor is None:
-                values = tensors[entry.name].to(torch.float32)
-                writer.add_tensor(name, (values if permuted is None else values[permuted]).numpy())
+                _announce(writer, name, entry.shape, GGMLQuantizationType.F32)
             else:
-                width = max(precision, entry.floor)
-                codes = unpack(_planes(tensors, entry.name, width), entry.shape[-1], width, packed.format)
-                data = encode_blocks(codes)
-                kind = block_type(width, entry.shape[-1])
-                data = data if permuted is None else data[permuted.numpy()]
-                raw = None if kind == GGMLQuantizationType.F16 else kind
-                writer.add_tensor(f"{name}.weight", data, raw_dtype=raw)
-            if progress is not None:
-                progress(f"writing {out.name}", number + 1, len(entries))
+                kind = block_type(max(precision, entry.floor), entry.shape[-1])
+                _announce(writer, f"{name}.weight", entry.shape, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+        writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors)
+        for number, (entry, parts) in enumerate(packed.tensors(precision), 1):
+            permuted = _permutation(architecture, entry.name, shape)
+            rows = torch.arange(entry.shape[0]) if permuted is None else permuted
+            if entry.floor is None:
+                data = parts[entry.name].to(torch.float32)[rows].numpy()
+            else:
+                width = max(precision, entry.floor)
+                data = _encode(_planes(parts, entry.name, width), rows, entry.shape[-1], width, packed.format)
+            writer.write_tensor_data(data)
+            if progress is not None:
+                progress(f"writing {out.name}", number, len(packed.entries))
         writer.close()
         partial.rename(out)
     finally:
         partial.unlink(missing_ok=True)
     return out
+
+
+def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> None:
+    """Describe a tensor whose data come when all are described."""
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    # The type of the values does not matter beside `raw_dtype`, as long as it is not that of bytes.
+    writer.add_tensor_info(name, shape, numpy.dtype(numpy.float32), math.prod(shape) // block * block_bytes, kind)
+
+
+def _encode(planes: Planes, rows: Tensor, columns: int, width: Precision, format: Format) -> NDArray[numpy.uint8]:
+    """A matrix's rows, in the order asked for, as bytes of a GGUF file; by parts, as codes take far more memory."""
+    block, block_bytes = GGML_QUANT_SIZES[block_type(width, columns)]
+    data = numpy.empty((len(rows), columns // block * block_bytes), dtype=numpy.uint8)
+    done = 0
+    for part in rows.split(max(1, WEIGHTS_AT_ONCE // columns)):
+        codes = unpack_rows(planes, part, columns, width, format)
+        data[done : done + len(part)] = encode_blocks(codes).view(numpy.uint8)
+        done += len(part)
+    return data
 
 
 def _check_metadata(folder: Path, config: Any, shape: Shape) -> None:
@@ -133,12 +172,14 @@ def _add_description(writer: GGUFWriter, packed: PackedFolder, config: Any, shap
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
 
 
-def _add_rope_factors(writer: GGUFWriter, config: Any, shape: Shape) -> None:
+def _rope_factors(config: Any, shape: Shape) -> NDArray[numpy.float32] | None:
     """Llama 3's slowed frequencies: what llama.cpp divides each of them by."""
+    if config.rope_parameters.get("rope_type") != "llama3":
+        return None
     theta = config.rope_parameters["rope_theta"]
     plain = [theta ** (-2 * i / shape.head_dimension) for i in range(shape.head_dimension // 2)]
     factors = [one / other for one, other in zip(plain, shape.rope_frequency, strict=True)]
-    writer.add_tensor("rope_freqs.weight", numpy.array(factors, dtype=numpy.float32))
+    return numpy.array(factors, dtype=numpy.float32)
 
 
 def _permutation(architecture: MODEL_ARCH, name: str, shape: Shape) -> Tensor | None:
