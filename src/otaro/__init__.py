@@ -17,6 +17,7 @@ from otaro._register import register_with_transformers
 
 if TYPE_CHECKING:
     from otaro.checkpoint import cut, inspect, pack, verify
+    from otaro.engine.engine import Engine
     from otaro.hf import load
     from otaro.ops import quantize
     from otaro.precision import Precision
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
+    "Engine": "otaro.engine.engine",
     "Format": "otaro.sefp",
     "Precision": "otaro.precision",
     "cut": "otaro.checkpoint",
@@ -39,6 +41,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Engine",
     "Format",
     "Precision",
     "__version__",

@@ -16,16 +16,18 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy
 
 from otaro.checkpoint.folder import Progress
 from otaro.engine.live import LiveWeights
 from otaro.engine.native import Logits, Session
-from otaro.engine.numbers import MOST_CONTEXT, MOST_THREADS, token_ids, whole
+from otaro.engine.numbers import MOST_CONTEXT, MOST_THREADS, shown, token_ids, whole
 from otaro.engine.sampling import Sampler, Sampling
 from otaro.engine.speculation import (
     MARGIN,
@@ -40,10 +42,31 @@ from otaro.engine.weights import Weights
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.precision import NARROWEST, Precision, join
 
+if TYPE_CHECKING:
+    from otaro.generate import GenerationResult
+
 DEFAULT_CONTEXT = 8192
 FLOAT16 = "float16"
 PREFILL_TOKENS = 256
 """Prompt tokens run between two looks at whether to stop."""
+
+
+class TextSettings(TypedDict, total=False):
+    """How a text goes on, for `Engine.generate` and `Engine.chat`; what is left out is as in `Engine.tokens`."""
+
+    max_new_tokens: int | None
+    """256 if left out, or as many as the context has room for."""
+    sampling: Sampling
+    prefill: Precision | str | None
+    overrides: Mapping[str, Precision | str] | None
+    draft: Precision | str | None
+    stop: str | Sequence[str]
+    """The answer ends before any of these."""
+    reuse: bool
+    on_text: Callable[[str], None] | None
+    on_width: Callable[[Precision], None] | None
+    """Gets the width before the first token, and whenever another one is in use."""
+
 
 Widths = bytes | Callable[[], bytes]
 """The width of each part of a model, as `Weights.widths` gives it, or how to find it when tokens are run."""
@@ -148,6 +171,40 @@ class Engine:
             self._held = []
             return self.run(ids, 0, self._widths(precision), logits=len(ids))
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's own tokenizer, loaded from the folder when it is first asked for."""
+        from otaro.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.weights.folder.path)
+
+    def generate(self, prompt: str, *, raw: bool = False, **settings: Unpack[TextSettings]) -> GenerationResult:
+        """An answer to a text, which goes through the model's chat template if it has one.
+
+        With `raw` the text goes on as it stands. `on_text` is called with each piece of the answer as soon as it is
+        settled; the other settings are in `TextSettings`.
+        """
+        from otaro.engine import text
+        from otaro.generate import prompt_tokens
+
+        if not isinstance(prompt, str):
+            raise OtaroError(f"the prompt is {shown(prompt)}, not text: use tokens for the ids of tokens")
+        ids = prompt_tokens(self.tokenizer, prompt, raw=raw)[0].tolist()
+        return text.generate(self, self.tokenizer, ids, **settings)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **settings: Unpack[TextSettings]) -> GenerationResult:
+        """The next answer in a conversation, ``[{"role": "user", "content": "…"}]``, the latest message last.
+
+        With `reuse` only what is new in it is run, where the conversation before was the engine's latest text.
+        """
+        from otaro.engine import text
+        from otaro.tokenizer import render_chat
+
+        listed = isinstance(messages, Sequence) and all(isinstance(entry, Mapping) for entry in messages)
+        if not listed or not messages:
+            raise OtaroError('messages are a list such as [{"role": "user", "content": "…"}]; use generate for a text')
+        return text.generate(self, self.tokenizer, render_chat(self.tokenizer, messages), **settings)
+
     def tokens(
         self,
         prompt: Sequence[int],
@@ -159,7 +216,7 @@ class Engine:
         draft: Precision | str | None = None,
         end: Sequence[int] = (),
         reuse: bool = False,
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Continue a prompt, token by token, until one of `end` (not given out) or the limit.
 
         The prompt is read at `prefill`, new tokens are run at `precision`, whatever it is set to by then. `overrides`
@@ -183,7 +240,7 @@ class Engine:
         draft: Widths | None,
         end: frozenset[int],
         reuse: bool,
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         with self._turn():
             logits = self._prefill(text, prefill, reuse)
             limit = len(text) + max_new_tokens

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
-from otaro.engine.engine import Engine
 from otaro.engine.sampling import Sampling
 from otaro.generate import GenerationResult, StopText
 from otaro.precision import Precision
 from otaro.tokenizer import decode
 
+if TYPE_CHECKING:
+    from otaro.engine.engine import Engine
+
+DEFAULT_TOKENS = 256
 UNFINISHED = "\ufffd"
 """What a decoder puts where a character's last bytes are still to come."""
 
@@ -56,12 +60,12 @@ def generate(
     tokenizer: Any,
     prompt: Sequence[int],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None = None,
     sampling: Sampling = Sampling(),
-    prefill: Precision | None = None,
+    prefill: Precision | str | None = None,
     overrides: Mapping[str, Precision | str] | None = None,
-    draft: Precision | None = None,
-    stop: Sequence[str] = (),
+    draft: Precision | str | None = None,
+    stop: str | Sequence[str] = (),
     reuse: bool = False,
     on_text: Callable[[str], None] | None = None,
     on_width: Callable[[Precision], None] | None = None,
@@ -69,10 +73,12 @@ def generate(
     """Go on from a prompt's tokens at the engine's precision; the settings are those of `Engine.tokens`.
 
     `on_text` gets each piece of text as soon as it is settled, `on_width` the width before the first token and whenever
-    another one is in use. An answer ends at one of the model's end tokens, before
-    one of the `stop` strings, or at the limit.
+    another one is in use. An answer ends at one of the model's end tokens, before one of the `stop` strings, or after
+    `max_new_tokens`; these are 256 if left out, or as many as the context has room for.
     """
-    stream = TextStream(tokenizer, stop)
+    if max_new_tokens is None:
+        max_new_tokens = max(1, min(DEFAULT_TOKENS, engine.context - len(prompt)))
+    stream = TextStream(tokenizer, [stop] if isinstance(stop, str) else stop)
     start = time.perf_counter()
     first = 0.0
     widths: dict[Precision, int] = {}
@@ -85,7 +91,7 @@ def generate(
             if on_text is not None:
                 on_text(piece)
 
-    tokens: Iterator[int] = engine.tokens(
+    tokens = engine.tokens(
         prompt,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
@@ -95,17 +101,18 @@ def generate(
         end=end_tokens(engine, tokenizer),
         reuse=reuse,
     )
-    for token in tokens:
-        if not widths:
-            first = time.perf_counter() - start
-        if engine.used != width:
-            width = engine.used
-            if on_width is not None:
-                on_width(width)
-        widths[width] = widths.get(width, 0) + 1
-        hand_over(stream.push(token))
-        if stream.stopped:
-            break
+    with closing(tokens):  # at once, whatever `on_text` may raise: the next text waits for that
+        for token in tokens:
+            if not widths:
+                first = time.perf_counter() - start
+            if engine.used != width:
+                width = engine.used
+                if on_width is not None:
+                    on_width(width)
+            widths[width] = widths.get(width, 0) + 1
+            hand_over(stream.push(token))
+            if stream.stopped:
+                break
     hand_over(stream.finish())
     seconds = time.perf_counter() - start
     count = sum(widths.values())
