@@ -237,6 +237,12 @@ int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t 
 
 void otaro_session_destroy(otaro_session* session) { delete session; }
 
+int32_t otaro_session_set_fine(otaro_session* session, int32_t fine) {
+    if (session == nullptr) return OTARO_ERROR_ARGUMENT;
+    session->session.set_fine(fine != 0);
+    return OTARO_OK;
+}
+
 int32_t otaro_session_bytes(const otaro_session* session, int64_t* cache, int64_t* work) {
     if (session == nullptr || cache == nullptr || work == nullptr) return OTARO_ERROR_ARGUMENT;
     *cache = session->session.cache_bytes();

@@ -132,11 +132,11 @@ void Session::reserve_scratch(int threads) {
     while (static_cast<int>(scores_.size()) < threads) scores_.push_back(room<float>(score_count_));
 }
 
-// Whether a product takes its activations in 16 bits. Next to weights of 8 or 9 bits, 8 would show. At narrower widths
+// Whether a product takes its activations in 16 bits, if not all are to. Next to weights of 8 or 9 bits, 8 would show. At narrower widths
 // they cost perplexity (0.5 % on SmolLM2) mostly through attention and the head, a small part of all products. A draft is
 // checked anyway.
 bool Session::fine(int role, int mantissa) const {
-    return !drafting_ && (mantissa >= 7 || role == OTARO_QUERY || role == OTARO_HEAD);
+    return !drafting_ && (fine_ || mantissa >= 7 || role == OTARO_QUERY || role == OTARO_HEAD);
 }
 
 Activations Session::activations(const Matrix& matrix, bool fine) const {

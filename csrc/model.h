@@ -53,6 +53,7 @@ class Session {
             int64_t logits_count, int threads);
     int draft(int32_t token, int64_t position, const uint8_t* mantissa, int64_t rows, float margin, int32_t* drafts,
               int64_t* count, int threads);
+    void set_fine(bool fine) { fine_ = fine; }
     int64_t bytes() const { return bytes_; }
     int64_t cache_bytes() const { return cache_bytes_; }
     const Model& model() const { return model_; }
@@ -83,7 +84,7 @@ class Session {
     int64_t context_, capacity_;
     Cache cache_;
     int64_t length_ = 0, position_ = 0; // positions filled; the first of those being run
-    bool drafting_ = false;
+    bool drafting_ = false, fine_ = false;
     int64_t bytes_ = 0, cache_bytes_ = 0;
     int64_t scratch_bytes_ = 0, score_count_ = 0, widest_ = 0;
     Memory<float> x_, normed_, query_, key_, value_, attended_, gate_, up_, cosine_, sine_, draft_logits_;

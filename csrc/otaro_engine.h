@@ -96,6 +96,8 @@ OTARO_API int32_t otaro_model_set_vector(otaro_model* model, int64_t layer, int3
 OTARO_API int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t cache_mantissa, int32_t isa,
                                        otaro_session** session);
 OTARO_API void otaro_session_destroy(otaro_session* session);
+/* With `fine` not 0 every product takes its activations in 16 bits: slower, and nearer to exact arithmetic. */
+OTARO_API int32_t otaro_session_set_fine(otaro_session* session, int32_t fine);
 /* Bytes of memory that keys and values take once the context is full, and everything else a session has. */
 OTARO_API int32_t otaro_session_bytes(const otaro_session* session, int64_t* cache, int64_t* work);
 

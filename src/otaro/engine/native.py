@@ -44,6 +44,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "otaro_model_set_vector": (_DATA, _LONG, _INT, _DATA, _LONG),
     "otaro_session_create": (_DATA, _LONG, _INT, _INT, _DATA),
     "otaro_session_destroy": (_DATA,),
+    "otaro_session_set_fine": (_DATA, _INT),
     "otaro_session_bytes": (_DATA, _DATA, _DATA),
     "otaro_cache_round": (_INT, _DATA, _LONG, _LONG, _LONG, _DATA, _LONG, _INT),
     "otaro_session_draft": (_DATA, _INT, _LONG, _DATA, _LONG, _LONG, ctypes.c_float, _DATA, _LONG, _DATA, _INT),
@@ -195,16 +196,26 @@ class Model:
 class Session:
     """Keys and values of one text, and the running of a model over it.
 
-    Keys and values are kept as float16, or as SEFP codes of the width `cache`.
+    Keys and values are kept as float16, or as SEFP codes of the width `cache`. With `fine` every product takes its
+    activations in 16 bits, for measuring.
     """
 
-    def __init__(self, model: Model, context: int, *, cache: Precision | None = None, isa: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        context: int,
+        *,
+        cache: Precision | None = None,
+        fine: bool = False,
+        isa: str | None = None,
+    ) -> None:
         self.context = whole("context", context, 1, MOST_CONTEXT)
         self.length = 0
         """Tokens whose keys and values are held."""
         self._model = model
         width = 0 if cache is None else cache.mantissa
         self.handle = _create(self, "otaro_session", model.handle, context, width, cpu.isa_number(isa))
+        _check(_library().otaro_session_set_fine(self.handle, fine))
 
     @property
     def nbytes(self) -> tuple[int, int]:
