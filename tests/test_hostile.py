@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import byte_tokenizer
 
+import otaro
 from otaro.cli import main
 from otaro.errors import OtaroError
 from otaro.tokenizer import TemplateError, encode, load_tokenizer, render_chat, template, write_chat
@@ -239,3 +240,45 @@ def test_code_in_the_folder_is_never_run(folder: Path, capfd: pytest.CaptureFixt
     assert generate(folder) == 2
     one_sentence(capfd)
     assert not ran.exists()
+
+
+# ---- configs --------------------------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"num_hidden_layers": 10**10}, "num_hidden_layers is 10000000000, which is more than 4096"),
+    "labels": ({"num_labels": 10**10}, "num_labels is 10000000000"),
+    "more layers": ({"num_hidden_layers": 3}, "tensor model.layers.2"),
+    "many layers": ({"num_hidden_layers": 4000}, "tensor model.layers"),
+    "words": ({"hidden_size": "many"}, "config.json of packed cannot be used"),
+    "infinite": ({"rms_norm_eps": float("inf"), "vocab_size": 1e400}, "config.json"),
+    "nothing": ({"hidden_act": None}, ""),
+    "model": ({"model_type": ["llama"]}, "config.json of packed cannot be used"),
+    "weights": ({"transformers_weights": "../../other.safetensors"}, ""),
+    "pickle": ({"transformers_weights": "weights.bin"}, ""),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_cannot_be_used_is_one_sentence(
+    folder: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values, sentence = CONFIGS[name]
+    change(folder / "config.json", **values)
+    (folder / "weights.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(OtaroError):
+        otaro.load(folder)
+    if "transformers_weights" not in values:  # only transformers looks at those
+        assert generate(folder) == 2
+        assert sentence in one_sentence(capfd)
+
+
+def test_a_folder_is_described_whatever_its_config_says(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for architectures in (7, {}, {"a": 1}, [], [["x"]], None):
+        change(folder / "config.json", architectures=architectures)
+        assert main(["info", str(folder)]) == 0
+
+
+def test_settings_for_generation_are_not_the_folder_s(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    change(folder / "generation_config.json", num_beams=1000, penalty_alpha=0.6, top_k=4, max_length=10**9)
+    assert generate(folder, "--backend", "transformers") == 0
+    assert generate(folder) == 0

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import shutil
+import struct
 import subprocess
 import sys
 import textwrap
@@ -300,6 +301,9 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config not JSON": (lambda model: (model / "config.json").write_text("{"), "config.json .* not readable JSON"),
     "config a list": (lambda model: (model / "config.json").write_text("[]"), "config.json .* not a JSON object"),
     "config unusable": (lambda model: edit_config(model, hidden_size="wide"), "config.json .* cannot be used"),
+    "config of many layers": (lambda model: edit_config(model, num_hidden_layers=10**12), "num_hidden_layers is 10"),
+    "config of many labels": (lambda model: edit_config(model, num_labels=10**9), "num_labels is 1000000000"),
+    "more layers than tensors": (lambda model: edit_config(model, num_hidden_layers=4000), "a far larger model than"),
     "heads do not divide": (lambda model: edit_config(model, hidden_act="none"), "a config that llama cannot use"),
     "unknown architecture": (
         lambda model: edit_config(model, model_type="nonesuch"),
@@ -449,7 +453,9 @@ GGUF_CONFIGS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-def write_gguf(path: Path, architecture: str, embedding_length: int = 64) -> None:
+def write_gguf(
+    path: Path, architecture: str, embedding_length: int = 64, block_count: int = SMALL["num_hidden_layers"]
+) -> None:
     """A small GGUF of random weights in several block formats."""
     make_config, numbers = GGUF_CONFIGS[architecture]
     with torch.device("meta"):
@@ -457,7 +463,7 @@ def write_gguf(path: Path, architecture: str, embedding_length: int = 64) -> Non
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    writer.add_block_count(SMALL["num_hidden_layers"])
+    writer.add_block_count(block_count)
     writer.add_context_length(64)
     writer.add_embedding_length(embedding_length)
     writer.add_feed_forward_length(96)
@@ -557,6 +563,41 @@ def test_broken_gguf(tmp_path: Path) -> None:
         except SourceError:
             refused += 1
     assert 10 < refused < 300
+
+
+def gguf_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+UNSIGNED, TEXT, ARRAY = 4, 8, 9
+HEADERS = {
+    "dimensions": (1, 0, gguf_text("a") + struct.pack("<I300Q", 300, *[1] * 300) + struct.pack("<IQ", 0, 0)),
+    "shape": (1, 0, gguf_text("a") + struct.pack("<IQQIQ", 2, 2**60, 0, 0, 0)),
+    "product": (1, 0, gguf_text("a") + struct.pack("<IQQQIQ", 3, 2**40, 2**40, 2**40, 0, 0)),
+    "entries": (0, 2**62, b""),
+    "tensors": (2**62, 0, b""),
+    "text": (0, 1, struct.pack("<Q", 2**63)),
+    "texts": (0, 1, gguf_text("a") + struct.pack("<IIQ", ARRAY, TEXT, 3 << 20) + bytes(8 * (3 << 20))),
+    "array": (0, 1, gguf_text("a") + struct.pack("<IIQ", ARRAY, UNSIGNED, 2**62)),
+    "arrays": (0, 1, gguf_text("a") + struct.pack("<IIQ", ARRAY, ARRAY, 1)),
+    "large": (0, 1, gguf_text("a") + struct.pack("<IIQ", ARRAY, 0, 70_000_000) + bytes(70_000_000)),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_gguf_header_beyond_all_measure(case: str, tmp_path: Path) -> None:
+    tensors, entries, data = HEADERS[case]
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, entries) + data)
+    with pytest.raises(SourceError, match=r"^bad\.gguf is (truncated or )?corrupt: "):
+        open_source(path)
+
+
+def test_a_gguf_of_more_layers_than_tensors(tmp_path: Path) -> None:
+    for count, message in ((2**31, "num_hidden_layers is"), (4000, "a far larger model than")):
+        write_gguf(tmp_path / "tiny.gguf", "llama", block_count=count)
+        with pytest.raises(SourceError, match=message):
+            open_source(tmp_path / "tiny.gguf")
 
 
 def test_gguf_of_an_unknown_architecture(tmp_path: Path) -> None:
@@ -679,7 +720,13 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": {**ENTRY, "shape": [True, 2]}}, "not counts"),
         ({"a": {**ENTRY, "data_offsets": [0]}}, "not counts"),
         ({"a": {**ENTRY, "shape": [3]}}, "needs 12 bytes .* but has 8"),
-        ({"a": {**ENTRY, "shape": [2**40, 2**40]}}, "needs .* but has 8"),
+        ({"a": {**ENTRY, "shape": [2**20, 2**20]}}, "needs .* but has 8"),
+        ({"a": {**ENTRY, "shape": [2**40, 2**40]}}, "not counts that a file can have"),
+        ({"a": {**ENTRY, "shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}}, "not counts that a file can have"),
+        ({"a": {**ENTRY, "shape": [10**4000, 10**4000]}}, "not counts that a file can have"),
+        ({"a": {**ENTRY, "shape": [10**600] * 8000}}, "not counts that a file can have"),
+        ({"a": {**ENTRY, "shape": [1] * 17}}, "not counts that a file can have"),
+        ({"a\ud800": ENTRY}, "not printable text"),
         ({"a": {**ENTRY, "data_offsets": [8, 0]}}, "but has -8"),
         ({"a": {**ENTRY, "data_offsets": [1, 9]}}, "begins at byte 1 of the data instead of 0"),
         ({"a": ENTRY, "b": ENTRY}, "begins at byte 0 of the data instead of 8"),

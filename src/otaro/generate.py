@@ -172,8 +172,8 @@ def continue_tokens(
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """What ends an answer: the model's own end tokens, and the tokenizer's."""
     configured = model.generation_config.eos_token_id
-    tokens = list(configured) if isinstance(configured, list) else [configured]
-    return [token for token in dict.fromkeys([*tokens, tokenizer.eos_token_id]) if token is not None]
+    tokens = configured if isinstance(configured, list) else [configured]
+    return list(dict.fromkeys(token for token in [*tokens, tokenizer.eos_token_id] if type(token) is int))
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]

@@ -32,10 +32,11 @@ from otaro.checkpoint.layout import (
     read_layout,
     stem,
 )
-from otaro.errors import FormatError, OtaroError, first_line
+from otaro.errors import FormatError, OtaroError, foreign_code
+from otaro.model_config import load_config, modules_bounded
 from otaro.nn import SefpWeight
 from otaro.packing import Planes
-from otaro.precision import WIDEST, Precision, join
+from otaro.precision import NARROWEST, WIDEST, Precision, join
 from otaro.sefp import BY_SCHEME
 
 
@@ -88,6 +89,9 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             return
         self.folder = PackedFolder(Path(kwargs["checkpoint_files"][0]).parent)
+        files = sorted(Path(file).name for file in kwargs["checkpoint_files"])
+        if files != [path.name for path in self.folder.paths(NARROWEST)]:
+            raise OtaroError(f"{self.folder.path}/config.json names other weights than its first file: fetch it again")
         asked = self.quantization_config.precision
         if asked is None:
             self._fetch_missing(model)
@@ -99,6 +103,7 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
         format = self.folder.format
         targets = {t.name: t for t in convert.find_targets(model, self.folder.layout.embedding_floor).values()}
         packed = [entry for entry in self.folder.entries if entry.floor is not None]
+        self._check_complete(model, targets)
         for entry in packed:
             target = targets.get(entry.name)
             if target is None or target.shape != entry.shape:
@@ -106,6 +111,14 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
             floor = cast(Precision, entry.floor)
             convert.replace(model, target, convert.packed_layer(model, target, format, first_stored(floor, format)))
         convert.tie(model, {targets[entry.name].parameter: targets[entry.name] for entry in packed})
+
+    def _check_complete(self, model: Any, targets: dict[str, convert.Target]) -> None:
+        """What the folder lacks, transformers would make up."""
+        names = {target.parameter: target.name for target in targets.values()}
+        held = {entry.name for entry in self.folder.entries}
+        for parameter in model.state_dict():
+            if parameter not in model.all_tied_weights_keys and names.get(parameter, parameter) not in held:
+                raise OtaroError(f"{self.folder.path} lacks the tensor {parameter} that its config speaks of")
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
@@ -266,7 +279,7 @@ def load(
     Without `precision` the widest that is there. `dtype` is what the model computes in: by default float32 on a CPU and
     the type of the original weights elsewhere.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from otaro.sources.base import quiet
 
@@ -278,11 +291,9 @@ def load(
         progress("loading", 0, 1)
     width = packed.precisions[0] if precision is None else Precision(precision)
     chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
-    with quiet():
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        except (ValueError, KeyError, OSError) as error:
-            raise FormatError(f"{path} has a config that transformers cannot use: {first_line(error)}") from error
+    config = load_config(path, packed.config)
+    said = f"config.json of {path.name} cannot be used"
+    with foreign_code(said, FormatError), modules_bounded(len(packed.entries)), quiet():
         config.quantization_config["precision"] = str(width)
         model = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=chosen, device_map=str(device), trust_remote_code=False

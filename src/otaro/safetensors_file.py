@@ -12,6 +12,7 @@ on disk; plain reads leave them in the page cache. Every number in the header is
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +43,10 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 LENGTH_BYTES = 8
-HEADER_LIMIT = 100_000_000
+HEADER_LIMIT = 16_000_000
+"""Bytes of a header, about 130 of which describe a tensor."""
+MOST_DIMENSIONS = 16
+LARGEST_DIMENSION = 2**48
 
 
 @dataclass(frozen=True)
@@ -152,17 +156,17 @@ class SafetensorsFile:
         return metadata
 
     def _checked_info(self, name: str, entry: Any) -> TensorInfo:
+        if not name.isprintable():
+            raise self._corrupt("the name of a tensor is not printable text")
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
             raise self._corrupt(f"the entry of tensor {name} is not understood")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise FormatError(f"{self.path.name} cannot be read: tensor {name} has the unsupported type {dtype!r}")
-        if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
-            raise self._corrupt(f"shape or position of tensor {name} are not counts")
+        if not (is_shape(shape) and is_shape(offsets) and len(offsets) == 2):
+            raise self._corrupt(f"shape or position of tensor {name} are not counts that a file can have")
         info = TensorInfo(DTYPES[dtype], tuple(shape), *offsets)
-        needed = info.dtype.itemsize
-        for count in shape:
-            needed *= count
+        needed = info.dtype.itemsize * math.prod(shape)
         if info.end - info.start != needed:
             raise self._corrupt(
                 f"tensor {name} needs {needed} bytes as {dtype} {shape} but has {info.end - info.start}"
@@ -194,5 +198,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return data
 
 
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+def is_shape(values: Any) -> bool:
+    """Whether a value from a file is a list of sizes whose product is a number that can be worked with."""
+    if not isinstance(values, list) or len(values) > MOST_DIMENSIONS:
+        return False
+    if not all(type(value) is int and 0 <= value <= LARGEST_DIMENSION for value in values):
+        return False
+    return math.prod(value or 1 for value in values) < 2**63  # of empty tensors too, which torch multiplies out

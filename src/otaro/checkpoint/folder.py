@@ -29,8 +29,9 @@ from otaro.checkpoint.layout import (
     signed_header,
 )
 from otaro.errors import FormatError, PrecisionError
+from otaro.json_file import read_json
 from otaro.precision import NARROWEST, Precision, join
-from otaro.safetensors_file import DTYPES, SafetensorsFile, tensor_bytes
+from otaro.safetensors_file import DTYPES, SafetensorsFile, is_shape, tensor_bytes
 from otaro.sefp import Format
 
 Progress = Callable[[str, int, int], None]
@@ -64,7 +65,8 @@ class Info:
     def bits_per_weight(self, precision: Precision) -> float:
         """Bits of a packed weight at that width, exponents included, on average."""
         stored = self.format.stored(precision)
-        return sum(bits for width, bits in self._plane_bits.items() if width <= stored) / self.packed_parameters
+        bits = sum(bits for width, bits in self._plane_bits.items() if width <= stored)
+        return bits / self.packed_parameters if self.packed_parameters else 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -108,10 +110,10 @@ class PackedFolder:
         if not path.is_file():
             raise FormatError(f"{self.path} is not a model folder: it has no config.json")
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_json(path)
         except OSError as error:
             raise FormatError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise FormatError(f"{path} is not valid JSON ({error}): fetch it again") from error
         if not isinstance(config, dict):
             raise FormatError(f"{path} is not a JSON object: fetch it again")
@@ -212,11 +214,12 @@ class PackedFolder:
                 if width in bits:
                     bits[width] += part.nbytes * 8
         counts = {entry.name: math.prod(entry.shape) for entry in self.entries}
-        architectures = self.config.get("architectures") or ["unknown"]
+        architectures = self.config.get("architectures")
+        architecture = architectures[0] if isinstance(architectures, list) and architectures else "unknown"
         clamped = self.described.get("clamped_groups")
         return Info(
             folder=self.path,
-            architecture=str(architectures[0]),
+            architecture=str(architecture),
             source=str(self.described.get("source", "unknown")),
             version=self.described["version"],
             format=self.format,
@@ -276,9 +279,9 @@ class PackedFolder:
         if single.is_file() or not index.is_file():
             return [single]
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(read_json(index)["weight_map"].values()))
             paths = [self.path / name for name in names]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{index.name} is not an index of weight files: fetch it again") from error
         if not paths:
             raise FormatError(f"{index.name} names no weight files: fetch it again")
@@ -383,6 +386,6 @@ def _json(text: str | None, place: str) -> Any:
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:
-    if not shape or not all(type(size) is int and size > 0 for size in shape):
-        raise ValueError(shape)
+    if not shape or not is_shape(shape) or 0 in shape:
+        raise ValueError("not the shape of a packed tensor")
     return tuple(shape)

@@ -13,8 +13,9 @@ from typing import Any
 from otaro.checkpoint.folder import PackedFolder
 from otaro.engine.native import MatrixRole, Shape, VectorRole
 from otaro.errors import FormatError, Sentence
+from otaro.model_config import MOST_LAYERS
 
-MOST_LAYERS, MOST_HEAD_DIMENSION, MOST_ROWS = 4096, 1024, 2**31 - 1
+MOST_HEAD_DIMENSION, MOST_ROWS = 1024, 2**31 - 1
 LAYER_NUMBER = re.compile("0|[1-9][0-9]{0,3}")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 LARGEST = 1e30

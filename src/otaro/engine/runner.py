@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from transformers import GenerationConfig
 
 from otaro.checkpoint.folder import Progress
 from otaro.engine.architecture import UnsupportedError
@@ -115,6 +116,9 @@ class TransformersRunner:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        # Of the folder's settings for generation, as in the native engine, only what ends an answer counts: others
+        # could ask for any number of beams, or for code from the hub.
+        self.model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
 
     @property
     def precision(self) -> Precision:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -15,13 +14,14 @@ from otaro.checkpoint.folder import PackedFolder, Progress
 from otaro.engine.architecture import (
     EMBEDDING,
     HEAD,
-    MOST_LAYERS,
     matrix_place,
     read_shape,
     vector_place,
 )
 from otaro.engine.native import Matrix, MatrixRole, Model
-from otaro.errors import FormatError, PrecisionError, first_line
+from otaro.errors import FormatError, PrecisionError
+from otaro.json_file import read_json
+from otaro.model_config import load_config
 from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
 from otaro.packing import Planes
 from otaro.precision import NARROWEST, Precision
@@ -187,21 +187,13 @@ class Weights:
 
 def read_config(folder: PackedFolder) -> Any:
     """The transformers config of a packed folder."""
-    from transformers import AutoConfig
-
-    layers = folder.config.get("num_hidden_layers")
-    if type(layers) is int and layers > MOST_LAYERS:  # transformers makes lists of that many entries
-        raise FormatError(f"{folder.path}/config.json says that the model has {layers} layers: fetch it again")
-    try:
-        return AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
-    except Exception as error:  # whatever transformers met in it
-        raise FormatError(f"{folder.path} has a config that transformers cannot use: {first_line(error)}") from error
+    return load_config(folder.path, folder.config)
 
 
 def _read_generation(folder: Path) -> dict[str, Any]:
     """The model's own settings for generation, as far as there are any."""
     try:
-        settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        settings = read_json(folder / "generation_config.json")
+    except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}

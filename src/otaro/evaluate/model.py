@@ -26,6 +26,7 @@ from otaro.checkpoint.layout import QUANT_METHOD, Entry, Layout, total_bytes
 from otaro.errors import OtaroError
 from otaro.evaluate.results import Width
 from otaro.hf import load
+from otaro.json_file import read_json
 from otaro.precision import Precision, parse_precisions
 from otaro.safetensors_file import tensor_bytes
 from otaro.sefp import Format
@@ -91,7 +92,7 @@ def open_subject(model: str, precisions: str, device: torch.device, progress: Pr
 
 def is_packed(folder: Path) -> bool:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
     except (OSError, ValueError):
         return False
     described = config.get("quantization_config") if isinstance(config, dict) else None

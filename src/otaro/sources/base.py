@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from otaro.errors import SourceError, first_line
+from otaro.errors import SourceError, foreign_code
+from otaro.model_config import modules_bounded
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,14 @@ def quiet() -> Iterator[None]:
             ours.enable_progress_bar()
 
 
-def build_model(config: PreTrainedConfig, label: str) -> PreTrainedModel:
-    """The causal language model of that config, on the meta device."""
+def build_model(config: PreTrainedConfig, label: str, tensors: int) -> PreTrainedModel:
+    """The causal language model of that config, on the meta device; there are so many `tensors` for it."""
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _not_causal(label, f"{config.model_type} model")
     declared = config.architectures or []
-    try:
-        with torch.device("meta"), quiet():
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception as error:  # the model class may choke on the config's values in any way
-        raise SourceError(f"{label} has a config that {config.model_type} cannot use: {first_line(error)}") from error
+    said = f"{label} has a config that {config.model_type} cannot use"
+    with foreign_code(said, SourceError), modules_bounded(tensors), torch.device("meta"), quiet():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     if type(model.config) is not type(config):
         return model  # the language model inside a model of text and images
     # Encoders such as BERT have a causal variant too, which their checkpoints do not fit.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from otaro.errors import FormatError, SourceError, first_line
+from otaro.errors import FormatError, SourceError, first_line, foreign_code
+from otaro.json_file import read_json
+from otaro.model_config import load_config
 from otaro.safetensors_file import SafetensorsFile, TensorInfo
 from otaro.sources.base import (
     Source,
@@ -129,13 +129,10 @@ class FolderSource(Source):
     def _build(self, content: dict[str, Any]) -> None:
         stated = content.get("dtype") or content.get("torch_dtype")
         dtype = stated if isinstance(stated, str) else self._floating_dtype()
-        try:
-            with quiet():
-                config = AutoConfig.from_pretrained(self._folder, trust_remote_code=False, local_files_only=True)
-                config.dtype = dtype
-        except Exception as error:  # the config class may choke on the values in any way
-            raise SourceError(f"config.json of {self.label} cannot be used: {first_line(error)}") from error
-        self.model = build_model(config, self.label)
+        config = load_config(self._folder, content)
+        with foreign_code(f"config.json of {self.label} cannot be used", SourceError):
+            config.dtype = dtype
+        self.model = build_model(config, self.label, len(self._stored))
         if type(self.model.config) is not type(config):
             # A model of text and images whose causal language model is its text part alone.
             content = self.model.config.to_diff_dict()
@@ -180,8 +177,8 @@ class FolderSource(Source):
 
 def _read_json(path: Path, label: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
         raise SourceError(f"{path.name} of {label} is not readable JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise SourceError(f"{path.name} of {label} is not a JSON object: fetch that file again")

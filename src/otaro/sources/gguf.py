@@ -26,6 +26,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from otaro.errors import SourceError, first_line
+from otaro.model_config import check_counts
 from otaro.sources.base import Source, TensorSpec, build_model, missing_tensor, quiet, shape_mismatch
 from otaro.sources.gguf_file import GgufFile
 
@@ -121,6 +122,7 @@ class GgufSource(Source):
         try:
             with quiet():
                 content: dict[str, Any] = load_gguf_checkpoint(str(self._path), return_tensors=False)["config"]
+                check_counts(content, self.label)
                 config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content))
         except Exception as error:  # foreign code meets whatever the metadata say
             raise SourceError(
@@ -128,7 +130,7 @@ class GgufSource(Source):
                 f"{first_line(error)}"
             ) from error
         config.dtype = torch.float32
-        self.model = build_model(config, self.label)
+        self.model = build_model(config, self.label, len(self._file.tensors))
         self.config = {
             key: value
             for key, value in self.model.config.to_diff_dict().items()

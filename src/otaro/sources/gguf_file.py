@@ -22,6 +22,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 
 from otaro.errors import SourceError
+from otaro.safetensors_file import is_shape
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -29,6 +30,10 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?
 STRING, ARRAY = 8, 9
 DEFAULT_ALIGNMENT = 32
 SLAB_ELEMENTS = 1 << 22
+LARGEST_HEADER = 64_000_000
+MOST_ITEMS = 1 << 21
+"""Texts and tensors of a header; a vocabulary of 262,000 tokens with its merges has 800,000 texts."""
+MOST_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class GgufFile:
         if version not in VERSIONS:
             raise SourceError(f"{self.name} is GGUF version {version}: versions 2 and 3 are supported")
         self.metadata = {}
+        self._items = 0
         for _ in range(self._plausible(entry_count, 13)):
             key = self._text()
             value = self._value(self._unpack("<I")[0])
@@ -105,11 +111,15 @@ class GgufFile:
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text()
         (dimensions,) = self._unpack("<I")
-        shape = self._unpack(f"<{self._plausible(dimensions, 8)}Q")
+        if dimensions > MOST_DIMENSIONS:
+            raise self._corrupt(f"tensor {name} has {dimensions} dimensions")
+        shape = self._unpack(f"<{dimensions}Q")
         kind, offset = self._unpack("<IQ")
         return name, shape[::-1], kind, offset
 
     def _checked_tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+        if not is_shape(list(shape)):
+            raise self._corrupt(f"tensor {name} has the shape {shape}")
         try:
             quantization = GGMLQuantizationType(kind)
         except ValueError as error:
@@ -159,9 +169,13 @@ class GgufFile:
         return data
 
     def _plausible(self, count: int, item_bytes: int) -> int:
-        """`count`, once the rest of the file has room for that many items."""
+        """`count`, once the rest of the file has room for that many items, and the header may be so large."""
         if count * item_bytes > self._size - self._file.tell():
             raise self._truncated(f"{count} items of its header do not fit into the rest of the file")
+        if item_bytes >= 8:  # those are looked at one by one
+            self._items += count
+        if self._items > MOST_ITEMS or self._file.tell() + count * item_bytes > LARGEST_HEADER:
+            raise self._corrupt(f"its header goes on for more than {MOST_ITEMS} items or {LARGEST_HEADER} bytes")
         return count
 
     def _truncated(self, reason: str) -> SourceError:

@@ -1,0 +1,68 @@
+"""A model's config.json as transformers reads it, and models made from it, no larger than their files.
+
+A config says how many layers to make, labels to name, experts to list; transformers makes them all before anyone looks
+whether there are weights for them. So what counts things is bounded here first, and a model that is made may not have
+many more parts than there are tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from otaro.errors import FormatError, foreign_code
+
+MOST_LAYERS = 4096
+MOST_COUNTED = 2**18
+"""Heads, experts, labels: whatever is called ``num_…``."""
+MODULES_PER_TENSOR = 50
+SPARE_MODULES = 1000
+
+
+def load_config(folder: Path, content: dict[str, Any]) -> Any:
+    """The transformers config of a folder whose config.json holds `content`; no code that lies there is run."""
+    from transformers import AutoConfig
+
+    from otaro.sources.base import quiet
+
+    check_counts(content, f"config.json of {folder.name}")
+    with foreign_code(f"config.json of {folder.name} cannot be used", FormatError), quiet():
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def check_counts(content: Any, place: str) -> None:
+    """Refuse numbers of things that no model has; `place` names the file."""
+    waiting = [content]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, dict):
+            for name, value in entry.items():
+                layers = "layer" in name and "size" not in name
+                most = MOST_LAYERS if layers else MOST_COUNTED if name.startswith("num_") else None
+                if most is not None and type(value) in (int, float) and not value <= most:
+                    raise FormatError(f"{place} says that {name} is {value}, which is more than {most}: fetch it again")
+                waiting.append(value)
+        elif isinstance(entry, list):
+            waiting += entry
+
+
+@contextlib.contextmanager
+def modules_bounded(tensors: int) -> Iterator[None]:
+    """ValueError when a model is made that has far more modules than there are tensors for it."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    left = SPARE_MODULES + MODULES_PER_TENSOR * tensors
+
+    def count(*given: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"it describes a far larger model than {tensors} tensors make")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
