@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from conftest import byte_tokenizer
 
 import otaro
 from otaro.cli import main
+from otaro.console import terminal_text
 from otaro.errors import OtaroError
 from otaro.tokenizer import TemplateError, encode, load_tokenizer, render_chat, template, write_chat
 from otaro.tokenizer.files import check_described, is_quick
@@ -282,3 +284,76 @@ def test_settings_for_generation_are_not_the_folder_s(folder: Path, capfd: pytes
     change(folder / "generation_config.json", num_beams=1000, penalty_alpha=0.6, top_k=4, max_length=10**9)
     assert generate(folder, "--backend", "transformers") == 0
     assert generate(folder) == 0
+
+
+# ---- terminals and locales ------------------------------------------------------------------------------------------
+
+UNRULY = "a\x1b[31mred\x1b]0;title\x07 \x9b2J\r\u202eevil\u2066 ok\tend\r\nnext é 漢 \U0001f468\u200d\U0001f469"
+
+
+def test_what_controls_a_terminal_is_spelt_out() -> None:
+    text = terminal_text(UNRULY)
+    assert text == (
+        r"a\x1b[31mred\x1b]0;title\x07 \x9b2J\r\u202eevil\u2066 ok" + "\tend\nnext é 漢 \U0001f468\u200d\U0001f469"
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="opens a terminal")
+def test_a_terminal_gets_clean_text_and_a_pipe_gets_it_as_it_is() -> None:
+    script = f"from otaro.console import stream, note; stream({UNRULY!r}); note({UNRULY!r})"
+    command = [sys.executable, "-c", script]
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    piped = subprocess.run(command, capture_output=True, check=True, env=environment)
+    assert piped.stdout.decode() == UNRULY
+    assert "\x1b" not in piped.stderr.decode()
+    ours, theirs = os.openpty()
+    subprocess.run(command, stdout=theirs, stderr=subprocess.DEVNULL, check=True, env=environment)
+    os.close(theirs)
+    shown = os.read(ours, 1000).decode()
+    os.close(ours)
+    assert shown.replace("\r\n", "\n") == terminal_text(UNRULY)
+
+
+def test_names_from_a_folder_do_nothing_to_the_terminal(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["\x1b[2JLlama\nsecond line"]
+    config["quantization_config"]["source"] = "[bold]\x9b \ud800"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["info", str(folder)]) == 0
+    said = capfd.readouterr().out
+    assert r"\x1b[2JLlama second line" in said
+    assert r"[bold]\x9b \ud800" in said
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--stop"])
+def test_text_that_is_not_utf8_is_one_sentence(folder: Path, option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert generate(folder, option, os.fsdecode(b"\xff\xfe")) == 2
+    assert "is not UTF-8 text: the byte at position 0 cannot be read" in one_sentence(capfd)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="chooses a locale")
+def test_a_locale_without_the_characters_needed(folder: Path) -> None:
+    environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    script = (
+        "import sys\n"
+        "from otaro.console import given_text, note, results, stream, tolerate_any_text\n"
+        "tolerate_any_text()\n"
+        "stream(given_text(sys.argv[1], 'it') + '\\n')\n"
+        "results().print(chr(0x6f22))\n"
+        "note(chr(0x6f22))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script, "café"], capture_output=True, check=True, env=environment)
+    assert said.stdout == b"caf\\xe9\n\\u6f22\n"
+    assert said.stderr == b"\\u6f22\n"
+    command = [sys.executable, "-m", "otaro.cli", "generate", str(folder), "--prompt", b"caf\xe9"]
+    said = subprocess.run(command, capture_output=True, check=False, env=environment)
+    assert said.returncode == 2
+    assert said.stderr == b"otaro: error: the prompt is not UTF-8 text: the byte at position 3 cannot be read\n"
+
+
+def test_a_line_of_a_chat_that_is_not_utf8(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n/exit\n"), encoding="utf-8"))
+    assert main(["chat", str(folder), "--threads", "1"]) == 0
+    assert "this line is not UTF-8 text" in capfd.readouterr().err

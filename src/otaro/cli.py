@@ -16,13 +16,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 import otaro
 from otaro.bench.command import BENCH_EXAMPLE, bench
-from otaro.console import ResultTable, facts_table, note, parse_size, progress_bar, results, size_text
+from otaro.console import (
+    ResultTable,
+    facts_table,
+    note,
+    parse_size,
+    progress_bar,
+    results,
+    shown,
+    size_text,
+    tolerate_any_text,
+)
 from otaro.engine.command import CHAT_EXAMPLE, GENERATE_EXAMPLE, chat, generate
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, printable
 from otaro.evaluate import command as evaluate_command
 from otaro.precision import WIDEST, Precision
 from otaro.tune.command import EXAMPLE, tune
@@ -215,9 +224,9 @@ def show_info(packed: Info, as_json: bool) -> None:
         return
     console = results()
     facts = facts_table()
-    facts.add_row("folder", escape(str(packed.folder)))
-    facts.add_row("architecture", escape(packed.architecture))
-    facts.add_row("packed from", escape(packed.source))
+    facts.add_row("folder", shown(str(packed.folder)))
+    facts.add_row("architecture", shown(printable(packed.architecture)))
+    facts.add_row("packed from", shown(printable(packed.source)))
     facts.add_row("scheme", f"{packed.format.scheme}, groups of {packed.format.group_size}")
     facts.add_row("embeddings", f"never below {packed.embedding_floor}")
     facts.add_row("parameters", f"{packed.parameters:,}, of which {packed.packed_parameters:,} packed")
@@ -233,6 +242,7 @@ def show_info(packed: Info, as_json: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; foreseen failures are told in one line."""
     debug = os.environ.get("OTARO_DEBUG", "") not in ("", "0")
+    tolerate_any_text()
     with warnings.catch_warnings():
         quieten_libraries()
         try:

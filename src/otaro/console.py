@@ -5,6 +5,8 @@ So `otaro generate ... | less` and `otaro eval --json - | jq` see the result alo
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import sys
 import time
@@ -21,12 +23,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, printable
 
 if TYPE_CHECKING:
     from otaro.checkpoint.folder import Progress as ProgressCallback
 
 SECONDS_BETWEEN_LINES = 10.0
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What moves a terminal's cursor, changes its state or turns the direction of its text; and what is no character."""
 GAP = 2
 """Columns of the terminal between two columns of a table."""
 
@@ -52,12 +56,12 @@ def notes() -> Console:
 
 def note(text: str) -> None:
     """One remark in one line, whatever its length."""
-    notes().print(escape(text), soft_wrap=True)
+    notes().print(shown(text), soft_wrap=True)
 
 
 def mark(text: str) -> None:
     """A short remark within a line of streamed text."""
-    notes().print(escape(text), end="", style="dim")
+    notes().print(shown(text), end="", style="dim")
 
 
 @contextmanager
@@ -72,7 +76,7 @@ def progress_bar() -> Iterator[ProgressCallback]:
         task = bar.add_task("", total=None)
 
         def update(description: str, done: int, total: int) -> None:
-            bar.update(task, description=escape(description), completed=done, total=total)
+            bar.update(task, description=shown(printable(description)), completed=done, total=total)
 
         yield update
 
@@ -84,7 +88,7 @@ def _lines(console: Console) -> ProgressCallback:
         nonlocal last
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES and done < total:
             last = time.monotonic()
-            console.print(escape(f"{description}: {done / total:.0%}"), soft_wrap=True)
+            console.print(shown(f"{printable(description)}: {done / total:.0%}"), soft_wrap=True)
 
     return update
 
@@ -148,7 +152,7 @@ class ResultTable:
             justify: Literal["left", "right"] = "left" if column < self._left else "right"
             result.add_column(self.headings[column], justify=justify, width=widths[place], overflow="fold")
         for number, row in enumerate(self._rows):
-            result.add_row(*(escape(row[column]) for column in columns), end_section=number in self._sections)
+            result.add_row(*(shown(row[column]) for column in columns), end_section=number in self._sections)
         return result
 
     def _least(self, column: int) -> int:
@@ -174,14 +178,42 @@ def size_text(size: int) -> str:
 
 
 def stream(text: str) -> None:
-    sys.stdout.write(text)
+    """A piece of a model's text: to a pipe or file as it is, to a terminal without what would control it."""
+    sys.stdout.write(terminal_text(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def terminal_text(text: str) -> str:
+    """A text from a model or a file with its control characters spelt out; lines and tabs stay."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+def shown(text: str) -> str:
+    """A text for rich to print as it is, brackets too, whatever file it came from."""
+    return escape(terminal_text(text))
+
+
+def tolerate_any_text() -> None:
+    """A character that the terminal's encoding lacks is spelt out, and input that is none is told apart later."""
+    shown, kept = "backslashreplace", "surrogateescape"
+    for stream, errors in ((sys.stdout, shown), (sys.stderr, shown), (sys.stdin, kept)):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def given_text(text: str, name: str) -> str:
+    """A text that was typed, in UTF-8 whatever the locale says; `name` says where it was."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that the locale has no characters for
+        return decode_text(os.fsencode(text), name)
+    return text
 
 
 def read_prompt(prompt: str | None) -> str:
     """The prompt given, or stdin's text where that is asked for or piped in."""
     if prompt is not None and prompt != "-":
-        return prompt
+        return given_text(prompt, "the prompt")
     if prompt is None and sys.stdin.isatty():
         raise OtaroError("there is no prompt: give --prompt TEXT or pipe one in")
     return decode_text(sys.stdin.buffer.read(), "the prompt on stdin").rstrip("\n")

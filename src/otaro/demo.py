@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import otaro
-from otaro.console import note, progress_bar, results, size_text
+from otaro.console import note, progress_bar, results, size_text, terminal_text
 from otaro.engine.runner import Request, open_runner
 from otaro.engine.sampling import Sampling
 from otaro.evaluate import report
@@ -138,7 +138,7 @@ def _answer(folder: Path, console: Console) -> dict[Precision, float]:
     """Answer the prompt at the widest and the narrowest width, and measure the speed of all."""
 
     def write(text: str) -> None:
-        console.print(text.replace("\n", " "), end="", markup=False, soft_wrap=True)
+        console.print(terminal_text(text).replace("\n", " "), end="", markup=False, soft_wrap=True)
 
     runner = open_runner(folder, WIDEST, remark=note)
     prompt = prompt_tokens(runner.tokenizer, PROMPT)[0].tolist()

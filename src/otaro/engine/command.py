@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from otaro.console import mark, note, parse_size, progress_bar, read_prompt, size_text, stream
+from otaro.console import given_text, mark, note, parse_size, progress_bar, read_prompt, size_text, stream
 from otaro.errors import OtaroError
 from otaro.precision import Precision, join
 
@@ -108,6 +108,7 @@ def generate(
     """Generate text from a prompt, streamed to stdout."""
     width = _width(folder, precision, memory, prefill, draft)
     text = read_prompt(prompt)
+    stop = [given_text(text, "a stop string") for text in stop or ()]
     from otaro.generate import prompt_tokens
 
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
@@ -150,6 +151,7 @@ def chat(
 ) -> None:
     """Talk with a model in the terminal; switch its precision as you go."""
     width = _width(folder, precision, memory, prefill, draft)
+    system = None if system is None else given_text(system, "the text of --system")
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     request = _request(max_new_tokens, sampling, prefill, draft, reuse=True)
     # Without --memory all planes are loaded, so that /precision can go up as well as down.
@@ -173,7 +175,10 @@ class _Conversation:
     def run(self) -> None:
         while True:
             try:
-                line = _ask()
+                line = given_text(_ask(), "this line")
+            except OtaroError as error:
+                note(str(error))
+                continue
             except (EOFError, KeyboardInterrupt):
                 stream("\n")
                 return
