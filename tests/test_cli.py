@@ -506,8 +506,8 @@ def test_a_reader_that_leaves_ends_it_quietly(packed_llama: Path) -> None:
 def test_ctrl_c_stops_a_generation(packed_llama: Path) -> None:
     # The signal is sent by the process itself when the first piece of text is out: no race, no waiting.
     code = (
-        "import os, signal, sys; from otaro import cli; from otaro.engine import command; "
-        "command.stream = lambda text: os.kill(os.getpid(), signal.SIGINT); sys.exit(cli.main())"
+        "import os, signal, sys; from otaro import cli, console; "
+        "console.stream = lambda text: os.kill(os.getpid(), signal.SIGINT); sys.exit(cli.main())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "generate", str(packed_llama), "--prompt", "hello", "--max-new-tokens", "100"],

@@ -1,4 +1,4 @@
-"""otaro chat, bench and export, and which way generate runs a model."""
+"""otaro bench and export, and which way generate runs a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from gguf import GGUFReader
 
 import otaro
 from otaro.cli import main
-from otaro.engine import command
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 
@@ -53,56 +52,32 @@ def test_memory_picks_the_width(packed_llama: Path, capsys: pytest.CaptureFixtur
     assert main([*arguments, "--memory", "1kB"]) == 2
 
 
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_a_prompt_that_fits_is_not_refused_because_of_a_default(
+    packed_llama: Path, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    arguments = ["generate", str(packed_llama), "--raw", "--backend", backend]
+    prompt = ["--prompt", "x" * 120]
+    assert main([*arguments, *prompt, "--json"]) == 0  # a context of 128, and 256 new tokens if there were room
+    result, remarks = capsys.readouterr()
+    assert 1 <= json.loads(result)["tokens"] <= 8
+    assert "the answer ends here" in remarks
+    assert main([*arguments, *prompt, "--max-new-tokens", "9"]) == 2
+    assert "context of 128" in capsys.readouterr().err
+    assert main([*arguments, "--prompt", "x" * 128]) == 2
+    assert "128 tokens of prompt" in capsys.readouterr().err
+    assert main([*arguments, "--prompt", "x" * 20, "--context", "24", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] <= 4
+    assert main([*arguments, *prompt, "--context", "129"]) == 2
+    assert "context of 129 tokens is not possible" in capsys.readouterr().err
+
+
 def test_a_draft_changes_nothing(packed_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", str(packed_llama), "--prompt", "hello", "--max-new-tokens", "16"]
     assert main(arguments) == 0
     plain = capsys.readouterr().out
     assert main([*arguments, "--draft", "E5M3"]) == 0
     assert capsys.readouterr().out == plain
-
-
-def test_a_chat_switches_forgets_and_survives_mistakes(
-    packed_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = iter(["hello", "/precision E5M3", "again", "/precision E9", "/clear", "/help", "", "/exit"])
-    monkeypatch.setattr(command, "_ask", lambda: next(lines))
-    assert main(["chat", str(packed_llama), "--max-new-tokens", "5", "--seed", "1"]) == 0
-    remarks = capsys.readouterr().err
-    for expected in (
-        "E5M8, ",
-        "now at E5M3",
-        "E5M3, ",
-        "unknown precision 'E9'",
-        "forgotten",
-        "/precision E5M4 switches",
-    ):
-        assert expected in remarks
-    assert "of memory" in remarks
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_chat(
-    packed_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = iter(["hello", "again"])
-    shown: list[str] = []
-
-    def interrupted(text: str) -> None:
-        shown.append(text)
-        if len(shown) == 2:
-            raise KeyboardInterrupt
-
-    def ask() -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr(command, "_ask", ask)
-    monkeypatch.setattr(command, "stream", interrupted)
-    assert main(["chat", str(packed_llama), "--max-new-tokens", "50", "--temperature", "0"]) == 0
-    remarks = capsys.readouterr().err
-    assert remarks.count("stopped") == 1
-    assert "tokens/s" in remarks
 
 
 def test_bench_measures_every_width_asked_for(

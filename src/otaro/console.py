@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from otaro.errors import OtaroError, printable
+from otaro.wrapping import WordWrap
 
 if TYPE_CHECKING:
     from otaro.checkpoint.folder import Progress as ProgressCallback
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 10.0
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """What moves a terminal's cursor, changes its state or turns the direction of its text; and what is no character."""
+CUT_OFF = "the answer ends here because of its length: --max-new-tokens allows more"
 GAP = 2
 """Columns of the terminal between two columns of a table."""
 
@@ -55,8 +57,9 @@ def notes() -> Console:
 
 
 def note(text: str) -> None:
-    """One remark in one line, whatever its length."""
-    notes().print(shown(text), soft_wrap=True)
+    """One remark: in one line whatever its length, but on a terminal with lines between its words."""
+    console = notes()
+    console.print(shown(text), soft_wrap=not console.is_terminal)
 
 
 def mark(text: str) -> None:
@@ -181,6 +184,21 @@ def stream(text: str) -> None:
     """A piece of a model's text: to a pipe or file as it is, to a terminal without what would control it."""
     sys.stdout.write(terminal_text(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def answer_writer() -> WordWrap:
+    """Where a streamed answer goes: to a terminal with lines between its words, elsewhere as it is."""
+    return WordWrap(stream, _terminal_width, terminal_text)
+
+
+def _terminal_width() -> int | None:
+    """The columns of the terminal that stdout is, as it is now; None where it is none."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except OSError:
+        return None
 
 
 def terminal_text(text: str) -> str:

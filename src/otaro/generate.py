@@ -32,6 +32,13 @@ class GenerationResult:
     precision: Precision
     widths: Mapping[Precision, int]
 
+    @property
+    def widths_text(self) -> str:
+        """The width of an answer, or the tokens of each width if there were several."""
+        if len(self.widths) < 2:
+            return str(self.precision)
+        return ", ".join(f"{width} for {count}" for width, count in self.widths.items())
+
     def to_json(self) -> dict[str, Any]:
         widths = {str(width): count for width, count in self.widths.items()}
         return {**asdict(self), "precision": str(self.precision), "widths": widths}
@@ -71,6 +78,11 @@ class StopText:
 def _overlap(text: str, stop: str) -> int:
     """How many characters at the end of the text could begin the stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def fitting(tokens: int, room: int) -> int:
+    """So many new tokens, or fewer where the context has no room for them; one at least, which may be refused."""
+    return max(1, min(tokens, room))
 
 
 def prompt_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> Tensor:
@@ -125,17 +137,21 @@ def continue_tokens(
     ids: Tensor,
     *,
     max_new_tokens: int,
+    context: int | None = None,
     settings: dict[str, Any],
     seed: int | None = None,
     stop: Sequence[str] = (),
     on_text: Callable[[str], None] | None = None,
 ) -> GenerationResult:
-    """Go on from tokens, [1, tokens], until one of the `stop` strings; `settings` go to transformers' generate."""
+    """Go on from tokens, [1, tokens], until one of the `stop` strings; `settings` go to transformers' generate.
+
+    `context` is how many tokens there may be in all; what the model allows if left out.
+    """
     ids = ids.to(model.device)
-    context = context_length(model)
+    context = context or context_length(model)
     if ids.shape[1] + max_new_tokens > context:
         raise OtaroError(
-            f"{ids.shape[1]} tokens of prompt and {max_new_tokens} new ones do not fit the model's context of "
+            f"{ids.shape[1]} tokens of prompt and {max_new_tokens} new ones do not fit the context of "
             f"{context}: shorten the prompt or ask for fewer"
         )
     end_tokens = _end_tokens(model, tokenizer)

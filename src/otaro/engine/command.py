@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from otaro.console import given_text, mark, note, parse_size, progress_bar, read_prompt, size_text, stream
+from otaro.console import (
+    CUT_OFF,
+    answer_writer,
+    given_text,
+    mark,
+    note,
+    parse_size,
+    progress_bar,
+    read_prompt,
+    size_text,
+)
 from otaro.errors import OtaroError
-from otaro.precision import Precision, join
+from otaro.precision import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from otaro.engine.runner import Request, Runner
-    from otaro.generate import GenerationResult
-
-    Marks = Callable[[Precision], None]
 
 GENERATE_EXAMPLE = "Example: echo 'Why is the sky blue?' | otaro generate smollm2-packed --precision E5M4 > answer.txt"
 CHAT_EXAMPLE = "Example: otaro chat smollm2-packed --precision E5M4"
-CHAT_HELP = "/precision E5M4 switches, /clear forgets the conversation, /exit leaves; Ctrl-C stops an answer"
+GENERATE_TOKENS = 256
+CHAT_TOKENS = 512
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A packed folder, as otaro pack writes it.")]
 Width = Annotated[
@@ -56,7 +62,6 @@ Seed = Annotated[int | None, typer.Option(help="Draw the same tokens each time."
 Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
 ]
-Tokens = Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; all processors if left out.")]
 Context = Annotated[
     int | None,
@@ -80,6 +85,10 @@ Progressive = Annotated[
 Backend = Annotated[str, typer.Option(help="native, transformers, or auto: native where the model allows it.")]
 
 
+def _tokens_option(default: int) -> Any:
+    return typer.Option(min=1, help=f"Stop after this many tokens; {default}, if there is room, if left out.")
+
+
 def generate(
     folder: Folder,
     prompt: Annotated[
@@ -89,7 +98,7 @@ def generate(
     prefill: Prefill = None,
     draft: Draft = None,
     memory: Memory = None,
-    max_new_tokens: Tokens = 256,
+    max_new_tokens: Annotated[int | None, _tokens_option(GENERATE_TOKENS)] = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -112,20 +121,30 @@ def generate(
     from otaro.generate import prompt_tokens
 
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    request = _request(max_new_tokens, sampling, prefill, draft, stop)
+    request = _request(max_new_tokens, GENERATE_TOKENS, sampling, prefill, draft, stop)
     runner = _open(folder, _widest(width, request), backend, threads, context, kv_cache, progressive)
     if width is not None:
         runner.precision = width
     ids = prompt_tokens(runner.tokenizer, text, raw=raw)[0].tolist()
-    result = runner.generate(ids, request, None if as_json else stream, _marks(progressive and not as_json))
     if as_json:
+        result = runner.generate(ids, request)
         print(json.dumps(result.to_json(), ensure_ascii=False))
     else:
-        stream("\n")
+        writer = answer_writer()
+        marks = (lambda width: writer.mark(f"[{width}] ", mark)) if progressive else None
+        try:
+            result = runner.generate(ids, request, writer.push, marks)
+        except BaseException:
+            if writer.begun:
+                writer.finish()
+            raise
+        writer.finish()
     note(
-        f"{_widths_text(result)}: {result.tokens} tokens, {result.tokens_per_second:.1f} tokens/s, "
+        f"{result.widths_text}: {result.tokens} tokens, {result.tokens_per_second:.1f} tokens/s, "
         f"the first after {result.first_token_seconds:.2f} s"
     )
+    if request.at_most and result.tokens == request.limit(runner.context - len(ids)):
+        note(CUT_OFF)
     runner.check_loading()
 
 
@@ -136,7 +155,7 @@ def chat(
     draft: Draft = None,
     memory: Memory = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before you speak.")] = None,
-    max_new_tokens: Tokens = 512,
+    max_new_tokens: Annotated[int | None, _tokens_option(CHAT_TOKENS)] = None,
     temperature: Temperature = 0.7,
     top_k: TopK = 0,
     top_p: TopP = 0.95,
@@ -153,105 +172,23 @@ def chat(
     width = _width(folder, precision, memory, prefill, draft)
     system = None if system is None else given_text(system, "the text of --system")
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    request = _request(max_new_tokens, sampling, prefill, draft, reuse=True)
+    request = _request(max_new_tokens, CHAT_TOKENS, sampling, prefill, draft, reuse=True)
     # Without --memory all planes are loaded, so that /precision can go up as well as down.
     runner = _open(folder, width if memory is not None else None, backend, threads, context, kv_cache, progressive)
     if width is not None:
         runner.precision = width
-    note(f"{folder} at {runner.precision}, {size_text(runner.memory)}: {CHAT_HELP}")
-    _Conversation(runner, request, system, _marks(progressive)).run()
+    from otaro.engine.chat import Conversation
 
-
-class _Conversation:
-    """What has been said, and the loop that adds to it."""
-
-    def __init__(self, runner: Runner, request: Request, system: str | None, marks: Marks | None) -> None:
-        self._runner, self._request, self._system, self._marks = runner, request, system, marks
-        if runner.tokenizer.chat_template is None:
-            raise OtaroError("the model has no chat template: use otaro generate --raw")
-        self._messages: list[dict[str, str]] = []
-        self._clear()
-
-    def run(self) -> None:
-        while True:
-            try:
-                line = given_text(_ask(), "this line")
-            except OtaroError as error:
-                note(str(error))
-                continue
-            except (EOFError, KeyboardInterrupt):
-                stream("\n")
-                return
-            if line in ("/exit", "/quit"):
-                return
-            if not line:
-                continue
-            try:
-                self._command(line) if line.startswith("/") else self._answer(line)
-            except OtaroError as error:
-                note(str(error))
-
-    def _clear(self) -> None:
-        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-
-    def _command(self, line: str) -> None:
-        name, _, argument = line.partition(" ")
-        if name == "/precision":
-            if argument:
-                self._runner.precision = Precision(argument.strip())
-            note(f"now at {self._runner.precision}; there are {join(Precision)}")
-        elif name == "/clear":
-            self._clear()
-            note("forgotten")
-        else:
-            note(CHAT_HELP)
-
-    def _answer(self, line: str) -> None:
-        from otaro.tokenizer import render_chat
-
-        messages = [*self._messages, {"role": "user", "content": line}]
-        prompt = render_chat(self._runner.tokenizer, messages)
-        pieces: list[str] = []
-
-        def show(piece: str) -> None:
-            pieces.append(piece)
-            stream(piece)
-
-        try:
-            result = self._runner.generate(prompt, self._request, show, self._marks)
-        except KeyboardInterrupt:
-            stream("\n")
-            note("stopped")
-        else:
-            stream("\n")
-            speed = f"{result.tokens_per_second:.1f} tokens/s"
-            note(f"{_widths_text(result)}, {speed}, {size_text(self._runner.memory)} of memory")
-        self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
-        self._runner.check_loading()
-
-
-def _marks(progressive: bool) -> Marks | None:
-    """What shows the width within the text, where it may change by itself."""
-    return (lambda width: mark(f"[{width}] ")) if progressive else None
-
-
-def _widths_text(result: GenerationResult) -> str:
-    """The width of an answer, or the tokens of each width if there were several."""
-    if len(result.widths) < 2:
-        return str(result.precision)
-    return ", ".join(f"{width} for {count}" for width, count in result.widths.items())
-
-
-def _ask() -> str:
-    import contextlib
-
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  line editing and history for input()
-    return input("> ").strip()
+    conversation = Conversation(runner, request, system, progressive=progressive)
+    note(
+        f"{folder} at {runner.precision}, {size_text(runner.memory)}; /help lists the commands, Ctrl-C stops an answer"
+    )
+    conversation.run()
 
 
 def _request(
-    max_new_tokens: int,
+    max_new_tokens: int | None,
+    default: int,
     sampling: tuple[float, int, float, float, float, int | None],
     prefill: str | None,
     draft: str | None,
@@ -264,12 +201,13 @@ def _request(
     from otaro.engine.sampling import Sampling
 
     return Request(
-        max_new_tokens,
+        default if max_new_tokens is None else max_new_tokens,
         Sampling(*sampling),
         None if prefill is None else Precision(prefill),
         None if draft is None else Precision(draft),
         tuple(stop or ()),
         reuse,
+        at_most=max_new_tokens is None,
     )
 
 

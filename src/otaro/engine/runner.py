@@ -18,7 +18,8 @@ from otaro.engine.architecture import UnsupportedError
 from otaro.engine.engine import FLOAT16, Engine, parse_cache
 from otaro.engine.sampling import Sampling
 from otaro.errors import OtaroError
-from otaro.generate import GenerationResult, continue_tokens
+from otaro.evaluate.perplexity import context_length
+from otaro.generate import GenerationResult, continue_tokens, fitting
 from otaro.ops import cpu
 from otaro.precision import Precision
 from otaro.tokenizer import load_tokenizer
@@ -26,7 +27,7 @@ from otaro.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate, and how."""
+    """What to generate, and how. With `at_most`, fewer tokens will do where the context has no room for all of them."""
 
     max_new_tokens: int
     sampling: Sampling
@@ -34,6 +35,11 @@ class Request:
     draft: Precision | None = None
     stop: Sequence[str] = ()
     reuse: bool = False
+    at_most: bool = False
+
+    def limit(self, room: int) -> int:
+        """How many tokens to generate, 1 at least, where the context has room for so many."""
+        return fitting(self.max_new_tokens, room) if self.at_most else self.max_new_tokens
 
 
 class Runner(Protocol):
@@ -50,6 +56,14 @@ class Runner(Protocol):
     @property
     def memory(self) -> int:
         """Bytes that the model takes."""
+
+    @property
+    def context(self) -> int:
+        """Tokens that a text may have, prompt included."""
+
+    @property
+    def longest_context(self) -> int:
+        """What `context` could be with this model."""
 
     def generate(
         self,
@@ -83,6 +97,14 @@ class NativeRunner:
     def memory(self) -> int:
         return sum(self.engine.memory.values())
 
+    @property
+    def context(self) -> int:
+        return self.engine.context
+
+    @property
+    def longest_context(self) -> int:
+        return int(self.engine.weights.config.max_position_embeddings)
+
     def generate(
         self,
         prompt: Sequence[int],
@@ -96,7 +118,7 @@ class NativeRunner:
             self.engine,
             self.tokenizer,
             prompt,
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=request.limit(self.context - len(prompt)),
             sampling=request.sampling,
             prefill=request.prefill,
             draft=request.draft,
@@ -113,12 +135,18 @@ class NativeRunner:
 class TransformersRunner:
     """transformers' own code with packed layers."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, context: int | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
         # Of the folder's settings for generation, as in the native engine, only what ends an answer counts: others
         # could ask for any number of beams, or for code from the hub.
         self.model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+        self.longest_context = context_length(model)
+        if context is not None and context > self.longest_context:
+            raise OtaroError(
+                f"a context of {context} tokens is not possible: the model's own is {self.longest_context}"
+            )
+        self.context = context or self.longest_context
 
     @property
     def precision(self) -> Precision:
@@ -158,7 +186,8 @@ class TransformersRunner:
             self.model,
             self.tokenizer,
             torch.tensor([list(prompt)]),
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=request.limit(self.context - len(prompt)),
+            context=self.context,
             settings={**settings, "repetition_penalty": sampling.repetition_penalty},
             seed=sampling.seed,
             stop=request.stop,
@@ -209,4 +238,4 @@ def open_runner(
         if given:
             raise OtaroError(f"{option} needs the native engine, which does not run this model")
     model = otaro.load(folder, precision, progress=progress)
-    return TransformersRunner(model, load_tokenizer(folder))
+    return TransformersRunner(model, load_tokenizer(folder), context)

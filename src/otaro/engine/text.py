@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from otaro.engine.sampling import Sampling
-from otaro.generate import GenerationResult, StopText
+from otaro.generate import GenerationResult, StopText, fitting
 from otaro.precision import Precision
 from otaro.tokenizer import decode
 
@@ -77,7 +77,7 @@ def generate(
     `max_new_tokens`; these are 256 if left out, or as many as the context has room for.
     """
     if max_new_tokens is None:
-        max_new_tokens = max(1, min(DEFAULT_TOKENS, engine.context - len(prompt)))
+        max_new_tokens = fitting(DEFAULT_TOKENS, engine.context - len(prompt))
     stream = TextStream(tokenizer, [stop] if isinstance(stop, str) else stop)
     start = time.perf_counter()
     first = 0.0

@@ -53,7 +53,7 @@ def _perplexity_text(perplexity: float) -> str:
 
 def write_json(report: dict[str, Any], path: Path) -> None:
     """Write a report so that a reader sees the old file or the new one, never half of it."""
-    _write_atomically(path, lambda part: part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8"))
+    write_atomically(path, lambda part: part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8"))
 
 
 def width_tables(evaluation: Evaluation) -> list[ResultTable]:
@@ -137,7 +137,7 @@ def write_plot(evaluation: Evaluation, path: Path) -> None:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Write a plot of matplotlib in the format that the file's name asks for."""
-    _write_atomically(path, lambda part: figure.savefig(part, dpi=150, format=path.suffix[1:].lower()))
+    write_atomically(path, lambda part: figure.savefig(part, dpi=150, format=path.suffix[1:].lower()))
 
 
 def write_page(evaluation: Evaluation, path: Path) -> None:
@@ -145,10 +145,11 @@ def write_page(evaluation: Evaluation, path: Path) -> None:
     from otaro.evaluate.page import render
 
     text = render(evaluation)
-    _write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file whose name another takes over once it is whole."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     part = Path(name)
