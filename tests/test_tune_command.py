@@ -15,12 +15,15 @@ from conftest import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import otaro
+from otaro import demo
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.sources import open_source
 from otaro.tune.command import tune
+from otaro.tune.data import load_blocks
 from otaro.tune.model import load_model
 
+DOCUMENT = Path(__file__).parent.parent / "docs" / "tuning.md"
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind it at all. " * 12
 
 
@@ -78,6 +81,39 @@ def test_the_closing_table_counts_what_tiers_learned(
     measured = json.loads((tmp_path / "tuned" / "tune.json").read_text())["measured_before"]
     assert measured["agreement"].keys() == measured["shares"].keys() == {"E5M4", "E5M3"}
     assert measured["losses"].keys() == {"E5M8", "E5M5", "E5M4", "E5M3"}
+
+
+def snippet() -> str:
+    """The example of docs/tuning.md for Python."""
+    section = DOCUMENT.read_text(encoding="utf-8").partition("## From Python")[2]
+    return "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+
+
+def test_python_the_demo_and_the_command_are_the_same_run(
+    tiny_llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learning rate and all: the logs have the same losses to the last digit."""
+    out = tmp_path / "by-command"
+    line = (tiny_llama, out, "--data", book, "--steps", 4, "--sequence-length", 32, "--cpu")
+    assert command(*line, "--batch-size", 8, "--seed", 42) == 0
+    monkeypatch.chdir(tmp_path)
+    program = snippet()
+    assert '"max_steps": 200' in program
+    with open_source(str(tiny_llama)) as source:
+        model = load_model(source)
+    tokenizer = byte_tokenizer()
+    exec(
+        program.replace("200", "4"),
+        {"model": model, "blocks": load_blocks([book], tokenizer, 32)},
+    )
+    log = (out / "tune.jsonl").read_bytes()
+    assert (tmp_path / "run" / "tune.jsonl").read_bytes() == log
+    for name, value in {"MODEL": str(tiny_llama), "STEPS": 4, "BATCH": 8, "SEQUENCE": 32}.items():
+        monkeypatch.setattr(f"otaro.demo.{name}", value)
+    demo._tune(tmp_path / "demo", book)
+    assert (tmp_path / "demo" / "tune.jsonl").read_bytes() == log
+    highest = max(json.loads(entry)["learning_rate"] for entry in log.splitlines())
+    assert highest == pytest.approx(3e-4 * 576 / 80 * (8 * 32 / 8192) ** 0.5)
 
 
 def test_bf16_needs_no_gpu(tiny_llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from architectures import random_model
 from torch.nn import functional
+from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback
 from tuning import Blocks, arguments, trainer
 
@@ -22,6 +24,7 @@ from otaro.precision import Precision
 from otaro.tune import config, report
 from otaro.tune.callbacks import LOG_NAME, cut_log, read_log
 from otaro.tune.data import IGNORED
+from otaro.tune.model import add_adapters
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import without_tiers
 from otaro.tune.trainer import OtaroTrainer
@@ -363,6 +366,40 @@ def test_recipes_are_settings(name: str, method: str, tmp_path: Path) -> None:
     assert arguments(tmp_path, **config.recipe(name)).method == method
     with pytest.raises(OtaroError, match="unknown recipe"):
         config.recipe("best")
+
+
+def test_the_learning_rate_of_model_and_batch() -> None:
+    rate = config.default_learning_rate
+    assert rate(576, 16 * 512) == 3e-4  # what the experiments chose
+    assert rate(4096, 16 * 512) == pytest.approx(3e-4 * 576 / 4096)
+    assert rate(576, 2 * 256) == 7.5e-5  # what the demo was measured with
+    assert rate(576, 64 * 512) == rate(576, None) == 3e-4
+    assert rate(None, 16 * 512) == 3e-4
+
+
+def test_a_run_without_a_learning_rate_takes_that_of_its_model_and_update(tmp_path: Path) -> None:
+    args = arguments(tmp_path, learning_rate=None, gradient_accumulation_steps=4)
+    expected = config.default_learning_rate(48, 2 * 4 * 16)
+    made = OtaroTrainer(random_model("llama"), args, train_dataset=Blocks())
+    assert made.args.learning_rate == made.create_optimizer().param_groups[0]["lr"] == expected
+    assert args.learning_rate is None  # and may be used for another model
+    assert trainer(tmp_path, learning_rate=0.25).args.learning_rate == 0.25
+
+
+def test_the_learning_rate_of_adapters_and_streams(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    args = arguments(tmp_path, learning_rate=None)
+    adapted = add_adapters(random_model("llama"), args.format, args.floor, rank=2)
+    assert OtaroTrainer(adapted, args, train_dataset=Blocks()).args.learning_rate == (
+        config.default_learning_rate(None, 2 * 16)
+    )
+
+    class Stream(IterableDataset[dict[str, torch.Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            return iter(Blocks()[index] for index in range(12))
+
+    streamed = OtaroTrainer(random_model("llama"), args, train_dataset=Stream())
+    assert streamed.args.learning_rate == config.default_learning_rate(48, None)
 
 
 def test_the_paper_recipe_is_the_papers(tmp_path: Path) -> None:

@@ -106,11 +106,8 @@ def _tune(out: Path, text: Path) -> None:
     from otaro.tune import command
     from otaro.tune.config import TuneArguments, recipe
 
-    # The recipe was made for batches of 8192 tokens; with smaller ones the gradient is noisier, and steps are smaller.
-    options = recipe("default")
-    options["learning_rate"] *= (BATCH * SEQUENCE / 8192) ** 0.5
     args = TuneArguments(
-        **options,
+        **recipe("default"),
         output_dir=f"{out}.tuning",
         max_steps=STEPS,
         per_device_train_batch_size=BATCH,

@@ -59,7 +59,7 @@ def tune(
         bool, typer.Option("--padded", help="One example to a sequence, padded, instead of packed into blocks.")
     ] = False,
     learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="The recipe's if left out, scaled to the model's size.")
+        float | None, typer.Option(min=0, help="Left out: the recipe's, for the size of the model and of an update.")
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="adamw_torch, sgd or another of transformers' names; the recipe's if left out.")
@@ -220,7 +220,6 @@ def tune(
         eval_windows=eval_windows,
         early_stopping=early_stopping,
         resume=resume,
-        scaled=recipe == "default" and learning_rate is None and lora is None,
     )
     if _is_first():
         note(f"The tuned model is in {out}: pack it with otaro pack {out} {out}-packed{pack_options(args)}")
@@ -251,12 +250,8 @@ def run(
     eval_windows: int,
     resume: bool,
     early_stopping: int | None = None,
-    scaled: bool = False,
 ) -> None:
-    """Tune, measure and write; `args` says where checkpoints go.
-
-    `scaled` adapts the learning rate to the model's size (`scaled_learning_rate`).
-    """
+    """Tune, measure and write; `args` says where checkpoints go."""
     from transformers import EarlyStoppingCallback
 
     from otaro.evaluate.model import source_tokenizer
@@ -265,7 +260,6 @@ def run(
     from otaro.sources import open_source
     from otaro.tune import report
     from otaro.tune.callbacks import LOG_NAME, read_log
-    from otaro.tune.config import scaled_learning_rate
     from otaro.tune.data import load_blocks, make_collator, text_blocks
     from otaro.tune.model import add_adapters, load_model, merge_adapters, save_model
     from otaro.tune.resume import checkpoints, last_complete
@@ -285,8 +279,6 @@ def run(
         longest = context_length(source.model)
         blocks = load_blocks(data, tokenizer, sequence_length, longest=longest, layout=layout)
         network = load_model(source, progress)
-        if scaled:
-            args.learning_rate = scaled_learning_rate(args.learning_rate, network.config.get_text_config().hidden_size)
         if lora is not None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
             raise OtaroError("adapters cannot be merged into sharded weights: use LoRA with DDP, not with FSDP")
         if lora is not None:
@@ -304,7 +296,8 @@ def run(
         left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""
         if first:
             asked = ", questions learned too" if args.questions and blocks.questions else ""
-            note(f"{len(blocks)} sequences, {blocks.tokens} tokens{asked}{left_out}")
+            rate = f", learning rate {trainer.args.learning_rate:.3g}"
+            note(f"{len(blocks)} sequences, {blocks.tokens} tokens{asked}{left_out}{rate}")
         before = measure_before(trainer, work, measured, sequence_length, progress)
         trainer.train(found)
         if trainer.interrupted:
@@ -326,6 +319,7 @@ def run(
                 "model": source.label,
                 "method": args.method,
                 "questions": args.questions,
+                "learning_rate": trainer.args.learning_rate,
                 "updates": trainer.state.global_step,
                 "kept_update": trainer.state.best_global_step if early_stopping else trainer.state.global_step,
                 "averaged_updates": trainer.averaged,

@@ -62,6 +62,9 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     embedding_floor: str = field(
         default=str(EMBEDDING_FLOOR), metadata={"help": "Embeddings and output head never go below this width."}
     )
+    learning_rate: float | None = field(
+        default=None, metadata={"help": "Left out: what `default_learning_rate` gives for model and batch."}
+    )
     # A loss that is not finite ends the run, so the Trainer need not look for one at every batch.
     logging_nan_inf_filter: bool = field(default=False)
     ddp_find_unused_parameters: bool | None = field(default=False)
@@ -166,11 +169,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         "scheme": "nearest",
         "group_size": 64,
     },
-    # What held up best (docs/tuning.md, docs/results.md). The learning rate is that of a model with a hidden size of
-    # REFERENCE_SIZE: see `scaled_learning_rate`.
+    # What held up best (docs/tuning.md, docs/results.md). The learning rate depends on model and batch: see
+    # `default_learning_rate`.
     "default": {
         "optim": "adamw_torch",
-        "learning_rate": 3e-4,
         "lr_scheduler_type": "cosine",
         "average": 0.4,
         "questions": True,
@@ -187,12 +189,20 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-REFERENCE_SIZE = 576
+REFERENCE_RATE, REFERENCE_SIZE, REFERENCE_TOKENS = 3e-4, 576, 8192
+"""The learning rate that was chosen by trial, for a model of that hidden size and updates of so many tokens."""
 
 
-def scaled_learning_rate(learning_rate: float, hidden_size: int) -> float:
-    """The recipe's learning rate for a model of that width: wider layers take smaller steps, in proportion."""
-    return learning_rate * REFERENCE_SIZE / hidden_size
+def default_learning_rate(hidden_size: int | None, tokens: float | None) -> float:
+    """The learning rate of a run that none was given for.
+
+    Wider layers take smaller steps, in proportion; `hidden_size` is None for adapters, which are not scaled. Updates of
+    fewer `tokens`, over all micro-batches and processes, have noisier gradients, by the square root, and steps smaller
+    by as much. Larger updates, and those whose tokens are not known, take the rate of the reference.
+    """
+    size = 1.0 if hidden_size is None else REFERENCE_SIZE / hidden_size
+    noise = 1.0 if tokens is None else min(1.0, tokens / REFERENCE_TOKENS) ** 0.5
+    return REFERENCE_RATE * size * noise
 
 
 def recipe(name: str) -> dict[str, Any]:

@@ -39,6 +39,7 @@ QUESTIONS = "otaro_questions"
 """What a batch calls the mask of the tokens that are questions, where these are learned."""
 TEXTS_AT_ONCE = 512
 """Texts that the tokenizer gets in one call."""
+LOOKED_AT = 1000
 Layout = Literal["packed", "padded"]
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 FILE_SUFFIXES = (*JSONL_SUFFIXES, ".txt", ".md", ".text", ".raw", ".tokens", ".csv", ".parquet")
@@ -94,6 +95,19 @@ def load_blocks(
     blocks = _pack(tokens, length, named) if layout == "packed" else _one_each(tokens, length, named)
     blocks.left_out += len(examples) - len(tokens)
     return blocks
+
+
+def mean_length(sequences: Any) -> float | None:
+    """Tokens of a sequence, from up to LOOKED_AT of a data set; None of a stream, which has no length to look through.
+
+    A data set is anything the Trainer takes.
+    """
+    try:
+        count = len(sequences)
+    except TypeError:
+        return None
+    looked_at = range(0, count, -(-count // LOOKED_AT)) if count else range(0)
+    return sum(len(sequences[index]["input_ids"]) for index in looked_at) / max(1, len(looked_at))
 
 
 def text_blocks(token_ids: Tensor, length: int) -> Blocks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,6 +60,11 @@ def add_adapters(
     )
     with quiet():
         return peft.get_peft_model(model, config)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def merge_adapters(model: Any) -> Any:

@@ -18,6 +18,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -38,10 +39,11 @@ from otaro.precision import Precision
 from otaro.sources.base import quiet
 from otaro.tune import average, resume
 from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_signature, settings
-from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
-from otaro.tune.data import IGNORED, QUESTIONS, WithQuestions
+from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments, default_learning_rate
+from otaro.tune.data import IGNORED, QUESTIONS, WithQuestions, mean_length
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import distilled_loss
+from otaro.tune.model import has_adapters
 from otaro.tune.path import TieredPath
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import (
@@ -72,6 +74,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
 
     The model is changed in place: its layers become simulated ones, its parameters stay ordinary ones under their own
     names, so it saves and loads as before. For LoRA call :func:`otaro.convert.simulate` before PEFT wraps the model.
+    Where `args` have no learning rate, those of the trainer have the one that suits the model and the batch.
     `progress` is called after each update in place of the Trainer's own progress bar.
     """
 
@@ -82,6 +85,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     def __init__(
         self, model: nn.Module, args: TuneArguments, *, progress: Progress | None = None, **options: Any
     ) -> None:
+        args = copy(args)  # what is filled in here is of this model, not of the next one these arguments are used for
         self.path = args.make_path()
         self.delayed: DelayedOptimizer | None = None
         self.interrupted = False
@@ -119,6 +123,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         super().__init__(model=model, args=args, **options)
         if self.is_deepspeed_enabled:
             raise OtaroError(DEEPSPEED_REFUSED)
+        if args.learning_rate is None:
+            args.learning_rate = self._learning_rate(model)
         if self.tiers and self.is_fsdp_enabled and any(isinstance(layer, FakeSefpConv1D) for layer in self._layers):
             raise OtaroError("FSDP cuts through the groups of layers stored transposed: take DDP or the method bps")
         self.path_callback = PathCallback(self)
@@ -127,6 +133,15 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             self.remove_callback(PrinterCallback)
             self.remove_callback(ProgressCallback)
             self.add_callback(ProgressLine(self, self.path_callback, progress))
+
+    def _learning_rate(self, model: nn.Module) -> float:
+        length = mean_length(self.train_dataset)
+        batches = self.args.gradient_accumulation_steps * self.args.world_size
+        tokens = None if length is None else length * self.args.per_device_train_batch_size * batches
+        config = getattr(model, "config", None)
+        if config is None:
+            raise OtaroError(f"{type(model).__name__} has no config that says how wide it is: give a learning rate")
+        return default_learning_rate(None if has_adapters(model) else config.get_text_config().hidden_size, tokens)
 
     def set_width(self, width: Precision | None, *, again: bool = False) -> None:
         """Compute at a width from now on; None is full precision. `again`: the weights have not changed since."""
