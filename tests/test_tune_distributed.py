@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
+import tuning
+import tuning_sharded
 import yaml
 from tuning import trainer
 
@@ -34,19 +33,6 @@ SHARDED = {
 
 TIED = {"architecture": "llama-tied"}
 EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def two_processes(program: str, *arguments: object, sharded: bool = False) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
-    command = [*launcher, str(HERE / program), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(SHARDED if sharded else {})}
-    subprocess.run(command, check=True, timeout=300, env=environment)
 
 
 def check_equal(folder: Path, whole: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -86,7 +72,7 @@ def test_two_processes_equal_one_with_twice_the_batch(
 ) -> None:
     options = {**SETTINGS, **options}
     given = json.dumps({**options, "per_device_train_batch_size": batch})
-    two_processes("tuning.py", tmp_path / "two", given, "", "", sharded=sharded)
+    processes.run_twice(tuning.main, str(tmp_path / "two"), given, "", "", environment=SHARDED if sharded else {})
     whole = trainer(tmp_path / "one", **{**options, "per_device_train_batch_size": 2 * batch})
     whole.train()
     check_equal(tmp_path / "two", tmp_path / "one", whole.model.state_dict())
@@ -98,11 +84,9 @@ def test_two_processes_equal_one_with_twice_the_batch(
 
 @pytest.mark.slow
 def test_sharded_weights_hold_gradients_back_are_averaged_and_resume(tmp_path: Path) -> None:
-    from tuning_sharded import plain
-
-    two_processes("tuning_sharded.py", tmp_path)
+    processes.run_twice(tuning_sharded.main, str(tmp_path))
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
-    expected = plain()
+    expected = tuning_sharded.plain()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         # Ten steps of 1e-3 at most; the order of the sums differs, as above.

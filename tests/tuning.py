@@ -1,15 +1,19 @@
-"""What the tests of tuning share: a small data set and a run in few words; as a program, a run that can be killed."""
+"""What the tests of tuning share: a small data set, a run in few words, and runs for processes of their own."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from architectures import VOCABULARY, random_model
@@ -18,6 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
+import otaro.tune.model
+from otaro import cli
+from otaro.tune.callbacks import PathCallback
+from otaro.tune.command import tune
 from otaro.tune.config import TuneArguments
 from otaro.tune.tiers import without_tiers
 from otaro.tune.trainer import OtaroTrainer
@@ -60,6 +68,14 @@ def trainer(folder: Path | str, architecture: str = "llama", **options: Any) -> 
     return OtaroTrainer(random_model(architecture), arguments(folder, **options), train_dataset=Blocks())
 
 
+def command(*arguments: object) -> int:
+    """``otaro tune``; errors are raised."""
+    app = typer.Typer()
+    app.command()(tune)
+    code = typer.main.get_command(app).main([str(argument) for argument in arguments], standalone_mode=False)
+    return int(code or 0)
+
+
 class KillAt(TrainerCallback):  # type: ignore[misc]
     """Ends the process with a signal once a step is done."""
 
@@ -70,6 +86,39 @@ class KillAt(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             os.kill(os.getpid(), self.number)
+
+
+def at(when: str, act: Callable[[], None]) -> None:
+    """Do something within ``otaro tune``, in a process of its own: once a step is done, or as its result is written."""
+    step_end, new_folder = PathCallback.on_step_end, otaro.tune.model.new_folder
+
+    def on_step_end(self: PathCallback, args: Any, state: Any, *rest: Any, **options: Any) -> None:
+        if str(state.global_step) == when:
+            act()
+        step_end(self, args, state, *rest, **options)
+
+    @contextmanager
+    def begun_folder(*arguments: Any) -> Iterator[Path]:
+        with new_folder(*arguments) as partial:
+            if when == "result":
+                act()
+            yield partial
+
+    PathCallback.on_step_end = on_step_end  # type: ignore[method-assign]
+    otaro.tune.model.new_folder = begun_folder
+
+
+def killed_command(when: str, *arguments: object) -> None:
+    """``otaro tune`` in a process that is killed meanwhile."""
+    at(when, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    command(*arguments)
+
+
+def command_on_a_full_disk(when: str, size: int, said: str, *arguments: object) -> None:
+    """``otaro tune`` in a process that can write no longer files from some time on; `said` gets what it prints."""
+    os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+    at(when, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+    sys.exit(cli.main(["tune", *map(str, arguments)]))
 
 
 def shard(run: OtaroTrainer) -> None:
@@ -107,7 +156,3 @@ def main(folder: str, options: str, kill: str, resume: str) -> None:
         (Path(folder) / "interrupted").write_text(str(run.interrupted))
         if run.measured is not None:
             (Path(folder) / "measured.json").write_text(json.dumps(run.measured.to_json()))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A program for two processes: tuning with weights sharded by FSDP2, stopped half-way and gone on with from its state.
+"""For two processes: tuning with weights sharded by FSDP2, stopped half-way and gone on with from its state.
 
 Gradients are held back and the weights averaged over the stop.
 
@@ -7,7 +7,6 @@ Writes the weights and what each process holds; the test compares them with an u
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,3 @@ def main(folder: str) -> None:
     if rank == 0:
         torch.save(result, Path(folder) / "weights.pt")
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
