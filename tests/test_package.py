@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import otaro
+from otaro import __main__ as module
+from otaro import cli
 
 
 def run_python(code: str) -> str:
@@ -105,3 +107,14 @@ def test_diagnostics_for_people() -> None:
     assert done.returncode == 0, done.stderr
     for word in ("otaro", "torch", "CPU features", "threads", "memory", "GPU", "native core", "op", "backend", "why"):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["tune", "--help"], ["info", "missing"]])
+def test_with_a_command_the_module_is_the_command_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes, printed = set(), set()
+    for run in (module.main, cli.main):
+        codes.add(run(arguments))
+        printed.add(tuple(capsys.readouterr()))
+    assert len(codes) == len(printed) == 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,14 @@ import torch
 import tuning
 import tuning_sharded
 import yaml
+from accelerate.commands import accelerate_cli
 from tuning import trainer
 
 import otaro.tune
 from otaro.tune.callbacks import LOG_NAME, read_log
 
 HERE = Path(__file__).parent
+DOCUMENT = HERE.parent / "docs" / "tuning.md"
 CONFIGS = Path(otaro.tune.__file__).parent / "accelerate"
 SETTINGS: dict[str, Any] = {"max_steps": 18, "optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 1.0}
 # What accelerate launch makes of fsdp2.yaml.
@@ -91,6 +96,42 @@ def test_sharded_weights_hold_gradients_back_are_averaged_and_resume(tmp_path: P
     for name, value in expected.items():
         # Ten steps of 1e-3 at most; the order of the sums differs, as above.
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4)
+
+
+def launch_line(config: Path) -> str:
+    """The command that a config's own comment tells."""
+    return next(line[1:].strip() for line in config.read_text().splitlines() if "accelerate launch" in line)
+
+
+def accelerate(line: str) -> None:
+    """The program of that name, where the configs are, in a process of its own."""
+    os.chdir(CONFIGS)
+    sys.argv = shlex.split(line)
+    accelerate_cli.main()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp.yaml", "fsdp2.yaml"])
+def test_the_launch_lines_of_the_configs(name: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """As they stand, with the default method; one process, which accelerate wraps as it wraps several."""
+    book, out = tmp_path / "book.txt", tmp_path / "tuned"
+    book.write_text("All the world's a stage, and all the men and women merely players. " * 9)
+    line = launch_line(CONFIGS / name)
+    for placeholder, value in {
+        "--num_processes 8": "--num_processes 1",
+        "MODEL": f"'{tiny_llama}'",
+        "OUT": f"'{out}'",
+        "--data …": f"--data '{book}' --steps 3 --batch-size 2 --gradient-accumulation 2 --sequence-length 32",
+    }.items():
+        assert placeholder in line
+        line = line.replace(placeholder, value)
+    assert processes.run(accelerate, line) == 0
+    assert json.loads((out / "tune.json").read_text())["method"] == "tiers"
+    assert len((out / "tune.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_documents_have_the_launch_line_of_the_config() -> None:
+    assert launch_line(CONFIGS / "ddp.yaml") in DOCUMENT.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name, kind", [("ddp.yaml", "MULTI_GPU"), ("fsdp2.yaml", "FSDP")])

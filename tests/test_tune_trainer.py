@@ -13,7 +13,7 @@ import torch
 from architectures import random_model
 from torch.nn import functional
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainingArguments
 from tuning import Blocks, arguments, trainer
 
 from otaro import convert, ops
@@ -328,6 +328,16 @@ def test_other_errors_are_not_taken_for_memory(tmp_path: Path) -> None:
     run.training_step = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="shapes"):
         run.train()
+
+
+def test_one_gpu_of_several_is_used_and_how_to_use_all_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 4))
+    with pytest.warns(UserWarning, match=r"one of 4 GPUs.* accelerate launch .*ddp.yaml --num_processes 4") as said:
+        run = trainer(tmp_path, max_steps=2)
+    assert len(said) == 1
+    run.train()
+    assert run.model_wrapped is run.model  # and not DataParallel around it
+    assert run.args.train_batch_size == 2
 
 
 def test_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,16 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     def floor(self) -> Precision:
         return Precision(self.embedding_floor)
 
+    @property
+    def n_gpu(self) -> int:
+        """One at most: DataParallel, the Trainer's way for more, makes copies of the layers that no width is set on."""
+        return min(1, super().n_gpu)
+
+    @property
+    def idle_gpus(self) -> int:
+        """How many more there are than this process uses."""
+        return super().n_gpu - self.n_gpu
+
     def make_path(self) -> Path:
         return make_path(
             self.method, self.path_widths, exploration=self.exploration, seed=self.seed, tiers=self.tier_widths

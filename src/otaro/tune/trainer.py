@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,8 @@ from otaro.tune.tiers import (
     share_gradients,
 )
 
+CONFIGS = Path(__file__).parent / "accelerate"
+"""What accelerate is launched with, for several GPUs."""
 MEASURING_SCALE = 1024.0
 """Of the loss whose gradients are compared before tuning: those of a mean over tokens would vanish in float16."""
 # How torch's allocators say that memory ran out where they raise no error class of their own.
@@ -67,6 +70,14 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 def is_out_of_memory(error: BaseException) -> bool:
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or any(text in str(error).lower() for text in OUT_OF_MEMORY)
+
+
+def without_waiting(model: nn.Module) -> AbstractContextManager[None]:
+    """Passes after which DDP does not wait for the gradients of all weights: each has those of one tier only.
+
+    Not accelerate's `no_sync`, which does nothing for a single process; DDP waits there too.
+    """
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 class OtaroTrainer(Trainer):  # type: ignore[misc]
@@ -125,6 +136,13 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             raise OtaroError(DEEPSPEED_REFUSED)
         if args.learning_rate is None:
             args.learning_rate = self._learning_rate(model)
+        if args.idle_gpus:
+            count = args.idle_gpus + args.n_gpu
+            launch = f"accelerate launch --config_file {CONFIGS / 'ddp.yaml'} --num_processes {count}"
+            warnings.warn(
+                f"otaro: one of {count} GPUs is used; start the run by {launch} -m otaro tune … to use all",
+                stacklevel=2,
+            )
         if self.tiers and self.is_fsdp_enabled and any(isinstance(layer, FakeSefpConv1D) for layer in self._layers):
             raise OtaroError("FSDP cuts through the groups of layers stored transposed: take DDP or the method bps")
         self.path_callback = PathCallback(self)
@@ -232,12 +250,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             loss = super().training_step(model, inputs, num_items_in_batch)
             self._add_loss(self._layers[0].precision, loss)
             return loss
-        # DDP waits for the gradients of all weights in every pass, but each pass has those of one tier only.
         copies = isinstance(model, DistributedDataParallel)
         if self.measured is None:
             self.set_measured(self._measure(model, cast(TieredPath, self.path).wide))
         assert self.measured is not None
-        with self.accelerator.no_sync(model) if copies else nullcontext():
+        with without_waiting(model):
             loss = super().training_step(model, inputs, num_items_in_batch)
             self._add_loss(self._layers[0].precision, loss)
             self._train_tier(model, self._prepare_inputs(inputs))
@@ -276,7 +293,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
                 for batch in batches:
                     inputs = self._prepare_inputs(batch)
-                    with self.accelerator.no_sync(model) if copies else nullcontext(), torch.set_grad_enabled(learned):
+                    with without_waiting(model), torch.set_grad_enabled(learned):
                         labels, _ = inputs.pop("labels"), inputs.pop(QUESTIONS, None)
                         with self.compute_loss_context_manager():
                             logits = model(**inputs, use_cache=False).logits
