@@ -12,6 +12,7 @@ import torch
 import typer
 from architectures import random_model
 from conftest import byte_tokenizer
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import otaro
@@ -104,8 +105,11 @@ def test_python_the_demo_and_the_command_are_the_same_run(
     tokenizer = byte_tokenizer()
     exec(
         program.replace("200", "4"),
-        {"model": model, "blocks": load_blocks([book], tokenizer, 32)},
+        {"model": model, "blocks": load_blocks([book], tokenizer, 32), "tokenizer": tokenizer},
     )
+    written, saved = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "tuned"))
+    assert written.keys() == saved.keys()
+    assert all(torch.equal(written[name], saved[name]) for name in written)
     log = (out / "tune.jsonl").read_bytes()
     assert (tmp_path / "run" / "tune.jsonl").read_bytes() == log
     for name, value in {"MODEL": str(tiny_llama), "STEPS": 4, "BATCH": 8, "SEQUENCE": 32}.items():

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from architectures import random_model
+from conftest import byte_tokenizer
+from safetensors.torch import load_file
 from torch.nn import functional
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers import AutoTokenizer, EarlyStoppingCallback, HfArgumentParser, TrainingArguments
 from tuning import Blocks, arguments, trainer
 
 from otaro import convert, ops
@@ -23,6 +25,7 @@ from otaro.nn import FakeSefp
 from otaro.precision import Precision
 from otaro.tune import config, report
 from otaro.tune.callbacks import LOG_NAME, cut_log, read_log
+from otaro.tune.config import TuneArguments
 from otaro.tune.data import IGNORED
 from otaro.tune.model import add_adapters
 from otaro.tune.refresh import Refresher
@@ -338,6 +341,32 @@ def test_one_gpu_of_several_is_used_and_how_to_use_all_is_said(tmp_path: Path, m
     run.train()
     assert run.model_wrapped is run.model  # and not DataParallel around it
     assert run.args.train_batch_size == 2
+
+
+def test_a_checkpoint_holds_tokenizer_and_arguments_and_no_pickled_object(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2, learning_rate=None)
+    run = OtaroTrainer(random_model("llama"), args, train_dataset=Blocks(), processing_class=byte_tokenizer())
+    run.train()
+    run.save_model(str(tmp_path / "result"))
+    for folder in (tmp_path / "checkpoint-2", tmp_path / "result"):
+        assert AutoTokenizer.from_pretrained(folder)("abc")["input_ids"] == byte_tokenizer()("abc")["input_ids"]
+        (read,) = HfArgumentParser(TuneArguments).parse_json_file(str(folder / "training_args.json"))
+        assert read.to_dict() == run.args.to_dict()
+        assert not (folder / "training_args.bin").exists()
+        for path in folder.glob("*.pt"):
+            torch.load(path, weights_only=True)
+
+
+def test_the_weights_of_any_module_are_saved(tmp_path: Path) -> None:
+    """Adapters by themselves, and a model that is none of transformers'."""
+    pytest.importorskip("peft")
+    args = arguments(tmp_path)
+    adapted = add_adapters(random_model("llama"), args.format, args.floor, rank=2)
+    OtaroTrainer(adapted, args, train_dataset=Blocks()).save_model(str(tmp_path / "adapters"))
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    OtaroTrainer(plain, args, train_dataset=Blocks()).save_model(str(tmp_path / "plain"))
+    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {"0.weight", "0.bias"}
 
 
 def test_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,6 +291,7 @@ def run(
             train_dataset=blocks,
             eval_dataset=None if measured is None else text_blocks(measured, sequence_length),
             data_collator=make_collator(tokenizer),
+            processing_class=tokenizer,
             callbacks=[] if early_stopping is None else [EarlyStoppingCallback(early_stopping)],
         )
         left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""

@@ -26,12 +26,14 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from otaro import convert
 from otaro.errors import OtaroError
@@ -41,7 +43,7 @@ from otaro.sources.base import quiet
 from otaro.tune import average, resume
 from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_signature, settings
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments, default_learning_rate
-from otaro.tune.data import IGNORED, QUESTIONS, WithQuestions, mean_length
+from otaro.tune.data import IGNORED, QUESTIONS, WithQuestions, make_collator, mean_length
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import distilled_loss
 from otaro.tune.model import has_adapters
@@ -63,6 +65,7 @@ CONFIGS = Path(__file__).parent / "accelerate"
 """What accelerate is launched with, for several GPUs."""
 MEASURING_SCALE = 1024.0
 """Of the loss whose gradients are compared before tuning: those of a mean over tokens would vanish in float16."""
+ARGUMENTS_NAME = "training_args.json"
 # How torch's allocators say that memory ran out where they raise no error class of their own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -131,6 +134,10 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         # Taken now: sharding changes the classes of modules.
         self.signature = model_signature(model)
         self._refresh = Refresher(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
+        tokenizer = options.get("processing_class")
+        if tokenizer is not None and options.get("data_collator") is None:
+            # The Trainer's own would ask for a padding token and leave labels as long as they are.
+            options["data_collator"] = make_collator(tokenizer)
         super().__init__(model=model, args=args, **options)
         if self.is_deepspeed_enabled:
             raise OtaroError(DEEPSPEED_REFUSED)
@@ -464,13 +471,23 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             super()._save_checkpoint(*args, **options)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        # By default fused experts are saved as the original files have them, one by one; the Trainer would not find
-        # them again and go on with the weights it happens to hold.
-        is_checkpoint = output_dir is not None and resume.CHECKPOINT.fullmatch(Path(output_dir).name) is not None
-        if is_checkpoint and isinstance(self.model, PreTrainedModel):
-            self.model.save_pretrained(output_dir, state_dict=state_dict, save_original_format=False)
+        """Weights, tokenizer and arguments: these as JSON, where the Trainer's own would pickle them."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        model: Any = self.model
+        if isinstance(model, PreTrainedModel):
+            # By default fused experts are saved as the original files have them, one by one; in a checkpoint the
+            # Trainer would not find them again and go on with the weights it happens to hold.
+            original = resume.CHECKPOINT.fullmatch(folder.name) is None
+            model.save_pretrained(folder, state_dict=state_dict, save_original_format=original)
+        elif has_adapters(model):
+            model.save_pretrained(folder, state_dict=state_dict)
         else:
-            super()._save(output_dir, state_dict)
+            state = model.state_dict() if state_dict is None else state_dict
+            save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        (folder / ARGUMENTS_NAME).write_text(self.args.to_json_string() + "\n", encoding="utf-8")
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         missing = set(load_result.missing_keys) - set(getattr(self.model, "all_tied_weights_keys", {}))
