@@ -7,32 +7,28 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
-import typer
 from architectures import random_model
 from conftest import byte_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from tuning import command, command_on_a_full_disk, killed_command
 
 import otaro
 from otaro import demo
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.sources import open_source
-from otaro.tune.command import tune
 from otaro.tune.data import load_blocks
 from otaro.tune.model import load_model
+from otaro.tune.resume import checkpoints, last_complete
+from otaro.tune.writing import writing
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "tuning.md"
+RESULTS = ("model.safetensors", "tune.jsonl", "tune.json")
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind it at all. " * 12
-
-
-def command(*arguments: object) -> int:
-    app = typer.Typer()
-    app.command()(tune)
-    code = typer.main.get_command(app).main([str(argument) for argument in arguments], standalone_mode=False)
-    return int(code or 0)
 
 
 @pytest.fixture
@@ -227,7 +223,7 @@ def test_a_stopped_run_goes_on(tiny_llama: Path, book: Path, tmp_path: Path, mon
     from otaro.tune.callbacks import PathCallback
 
     out, work, whole = tmp_path / "tuned", tmp_path / "tuned.tuning", tmp_path / "whole"
-    line = (*short(book), "--save-steps", 4, "--method", "otaro")
+    line = (*short(book, 9), "--save-steps", 4, "--eval-text", book, "--eval-windows", 1)
     original = PathCallback.on_step_begin
 
     def ask(self: PathCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -241,12 +237,110 @@ def test_a_stopped_run_goes_on(tiny_llama: Path, book: Path, tmp_path: Path, mon
     assert (work / "checkpoint-6").is_dir()
     with pytest.raises(OtaroError, match="was not finished: add --resume"):
         command(tiny_llama, out, *line)
-    with pytest.raises(OtaroError, match="with method otaro, not bps"):
+    with pytest.raises(OtaroError, match="with method tiers, not bps"):
         command(tiny_llama, out, *line, "--resume", "--method", "bps")
     assert command(tiny_llama, out, *line, "--resume") == 0
     assert command(tiny_llama, whole, *line) == 0
-    for name in ("model.safetensors", "tune.jsonl", "tune.json"):
+    for name in RESULTS:
         assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Any, ...], Path]:
+    """What `otaro tune` is told, but for OUT, and what it wrote when nothing stopped it."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "book.txt").write_text(TEXT)
+    options = (*short(folder / "book.txt", 10), "--save-steps", 4, "--eval-text", folder / "book.txt")
+    line = (*options, "--eval-windows", 1)
+    assert command(tiny_llama, folder / "tuned", *line) == 0
+    return line, folder / "tuned"
+
+
+@pytest.mark.slow
+def test_killed_three_times_it_ends_as_if_never_stopped(
+    whole_run: tuple[tuple[Any, ...], Path], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Between two checkpoints, before the first of its own, and as the result is written."""
+    line, whole = whole_run
+    out, resumed = tmp_path / "tuned", ()
+    for when, checkpoint in (("6", "checkpoint-4"), ("7", "checkpoint-4"), ("result", "checkpoint-10")):
+        assert processes.run(killed_command, when, tiny_llama, out, *line, *resumed) == -9
+        assert not out.exists()
+        assert last_complete(tmp_path / "tuned.tuning") == tmp_path / "tuned.tuning" / checkpoint
+        resumed = ("--resume",)
+    assert command(tiny_llama, out, *line, *resumed) == 0
+    for name in RESULTS:
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "when, size, path, cause",
+    [
+        ("5", 700, "tuned.tuning/tune.jsonl", "File too large"),
+        ("5", 600_000, "tuned.tuning/checkpoint-8", "File too large"),  # safetensors' writer
+        ("5", 1_500_000, "tuned.tuning/checkpoint-8", "the disk may be full"),  # torch's
+        ("result", 200_000, "tuned", "File too large"),
+    ],
+)
+def test_a_disk_that_is_full(
+    when: str,
+    size: int,
+    path: str,
+    cause: str,
+    whole_run: tuple[tuple[Any, ...], Path],
+    tiny_llama: Path,
+    tmp_path: Path,
+) -> None:
+    """One sentence, nothing under a final name, and with more room the run goes on and ends as if never stopped."""
+    line, whole = whole_run
+    out, work = tmp_path / "tuned", tmp_path / "tuned.tuning"
+    started = (command_on_a_full_disk, when, size, str(tmp_path / "said"), tiny_llama, out, *line)
+    assert processes.run(*started) == 2
+    *_, sentence = (tmp_path / "said").read_text().splitlines()
+    last = {"5": "checkpoint-4", "result": "checkpoint-10"}[when]
+    how = f"free some space, then resume the run, which goes on from {last}"
+    assert sentence == f"otaro: error: {tmp_path / path} could not be written: {cause}: {how}"
+    assert "Traceback" not in (tmp_path / "said").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["said", "tuned.tuning"]
+    assert list(checkpoints(work).values()) == [work / last]
+    assert command(tiny_llama, out, *line, "--resume") == 0
+    for name in RESULTS:
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_what_each_library_says_of_a_full_disk() -> None:
+    for save, reason in (
+        (lambda: Path("/dev/full").write_text("text"), "No space left on device"),
+        (lambda: byte_tokenizer().backend_tokenizer.save("/dev/full"), "No space left on device"),
+        (lambda: torch.save({"weight": torch.zeros(9999)}, "/dev/full"), "the disk may be full"),
+    ):
+        expected = f"^model could not be written: {reason}: make room$"
+        with pytest.raises(OtaroError, match=expected), writing(Path("model"), lambda: "make room"):
+            save()
+    with pytest.raises(RuntimeError, match="shapes"), writing(Path("model"), lambda: "make room"):
+        raise RuntimeError("shapes do not match")
+
+
+def test_a_finished_run_is_not_gone_on_with(
+    whole_run: tuple[tuple[Any, ...], Path], tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked to go on, it says that it is done, clears up what a kill left, and changes nothing."""
+    line, whole = whole_run
+    out = shutil.copytree(whole, tmp_path / "tuned")
+    (tmp_path / "tuned.tuning").mkdir()
+    assert command(tiny_llama, out, *line, "--resume") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == f"{out} holds the finished run of 10 updates: nothing is left to do"
+    assert sorted(tmp_path.iterdir()) == [out]
+    for name in RESULTS:
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    with pytest.raises(OtaroError, match="exists already"):
+        command(tiny_llama, out, *line)
+    (out / "tune.json").write_text("[]")
+    with pytest.raises(OtaroError, match="exists already"):
+        command(tiny_llama, out, *line, "--resume")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "llama-tied", "gemma3", "qwen3-moe", "gpt-oss", "gpt2"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,9 @@ from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.tune import average
 from otaro.tune.config import RESUMED
+from otaro.tune.resume import how_to_go_on
 from otaro.tune.tiers import Measured
+from otaro.tune.writing import writing
 
 if TYPE_CHECKING:
     from otaro.tune.trainer import OtaroTrainer
@@ -108,7 +111,8 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "held": 0 if delayed is None else delayed.held,
                 "learning_rate": self._learning_rate,
             }
-            with (FilePath(args.output_dir) / LOG_NAME).open("a", encoding="utf-8") as log:
+            path = FilePath(args.output_dir) / LOG_NAME
+            with writing(path, partial(how_to_go_on, path.parent)), path.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")
         if self._stop:
             control.should_save = True
@@ -177,9 +181,9 @@ def cut_log(path: FilePath, step: int) -> None:
         if not line.endswith("\n") or json.loads(line)["step"] > step:
             break
         kept.append(line)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
+    part = path.with_name(f".{path.name}.partial")
+    part.write_text("".join(kept), encoding="utf-8")
+    part.replace(path)
 
 
 def read_log(path: FilePath) -> list[dict[str, Any]]:

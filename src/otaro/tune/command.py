@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,6 +145,11 @@ def tune(
     from otaro.tune.config import recipe as find_recipe
 
     work = out.with_name(f"{out.name}.tuning")
+    if resume and (updates := finished_updates(out)) is not None:
+        if _is_first():
+            shutil.rmtree(work, ignore_errors=True)  # of a run that was killed while it cleared up
+            note(f"{out} holds the finished run of {updates} updates: nothing is left to do")
+        return
     if out.exists():
         raise OtaroError(f"{out} exists already: choose another name or delete it first")
     if not out.absolute().parent.is_dir():
@@ -225,6 +231,16 @@ def tune(
         note(f"The tuned model is in {out}: pack it with otaro pack {out} {out}-packed{pack_options(args)}")
 
 
+def finished_updates(out: Path) -> int | None:
+    """How many updates made the model in a folder; None where no run has ended there."""
+    try:
+        figures = json.loads((out / REPORT_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    updates = figures.get("updates") if isinstance(figures, dict) else None
+    return updates if isinstance(updates, int) else None
+
+
 def no_tiers(lora: int | None, scheme: str) -> str | None:
     """Why a run cannot use the method tiers, should a recipe name it; None where it can."""
     if lora is not None:
@@ -262,9 +278,10 @@ def run(
     from otaro.tune.callbacks import LOG_NAME, read_log
     from otaro.tune.data import load_blocks, make_collator, text_blocks
     from otaro.tune.model import add_adapters, load_model, merge_adapters, save_model
-    from otaro.tune.resume import checkpoints, last_complete
+    from otaro.tune.resume import checkpoints, how_to_go_on, last_complete
     from otaro.tune.tiers import without_tiers
     from otaro.tune.trainer import OtaroTrainer
+    from otaro.tune.writing import writing
 
     work = Path(args.output_dir)
     found = last_complete(work)
@@ -331,11 +348,12 @@ def run(
                 "perplexity_after": report.finite(after),
                 "batches": {str(width): count for width, count in trainer.path.counts.items()},
             }
-            write_json(figures, work / REPORT_NAME)
-            extras = [work / LOG_NAME, work / REPORT_NAME]
-            if report.write_plot(log, work / PLOT_NAME):
-                extras.append(work / PLOT_NAME)
-            save_model(final, source, out, extras, state)
+            with writing(out, partial(how_to_go_on, work)):
+                write_json(figures, work / REPORT_NAME)
+                extras = [work / LOG_NAME, work / REPORT_NAME]
+                if report.write_plot(log, work / PLOT_NAME):
+                    extras.append(work / PLOT_NAME)
+                save_model(final, source, out, extras, state)
             shutil.rmtree(work)
             results().print(report.table(before, after, log))
 

@@ -45,6 +45,13 @@ def last_complete(folder: Path) -> Path | None:
     return None
 
 
+def how_to_go_on(folder: Path) -> str:
+    """What to do about a run that could not write, in words."""
+    found = last_complete(folder)
+    start = "start again" if found is None else f"resume the run, which goes on from {found.name}"
+    return f"free some space, then {start}"
+
+
 def drop_later(folder: Path, checkpoint: Path) -> None:
     """Delete checkpoints beyond the one resumed from: the run will come by their steps again."""
     found = checkpoints(folder)

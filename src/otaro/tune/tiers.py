@@ -223,8 +223,9 @@ class Measured:
         return gradient_shares(self.agreement)
 
     def to_json(self) -> dict[str, dict[str, float]]:
+        """By width, the widest first: in the same order before a stop and after it."""
         both = {"agreement": self.agreement, "losses": self.losses, "shares": self.shares}
-        return {name: {str(width): value for width, value in of.items()} for name, of in both.items()}
+        return {name: {str(width): of[width] for width in sorted(of, reverse=True)} for name, of in both.items()}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Mapping[str, float]]) -> Measured:

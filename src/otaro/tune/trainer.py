@@ -14,6 +14,7 @@ chooses the same width without being told.
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import threading
 import warnings
@@ -60,6 +61,7 @@ from otaro.tune.tiers import (
     settle_model,
     share_gradients,
 )
+from otaro.tune.writing import writing
 
 CONFIGS = Path(__file__).parent / "accelerate"
 """What accelerate is launched with, for several GPUs."""
@@ -467,8 +469,14 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                     setattr(callback, name, value)
 
     def _save_checkpoint(self, *args: Any, **options: Any) -> None:
-        with quiet():
-            super()._save_checkpoint(*args, **options)
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            with quiet(), writing(folder, partial(resume.how_to_go_on, folder.parent)):
+                super()._save_checkpoint(*args, **options)
+        except BaseException:
+            if self.is_world_process_zero() and resume.read_state(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)  # half of one is of no use, and in the way on a full disk
+            raise
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Weights, tokenizer and arguments: these as JSON, where the Trainer's own would pickle them."""
