@@ -21,6 +21,7 @@ from otaro import demo
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.sources import open_source
+from otaro.tune.callbacks import losses_by_width
 from otaro.tune.data import load_blocks
 from otaro.tune.model import load_model
 from otaro.tune.resume import checkpoints, last_complete
@@ -419,10 +420,28 @@ def test_lora_without_peft(tiny_llama: Path, book: Path, tmp_path: Path, monkeyp
         command(tiny_llama, tmp_path / "tuned", *short(book), "--lora", 4)
 
 
-def test_a_plot_is_drawn(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    command(tiny_llama, tmp_path / "tuned", *short(book))
+@pytest.mark.parametrize("updates", [1, 3])
+def test_the_plot_of_a_short_run_shows_every_update(
+    updates: int, tiny_llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *rest, **options: (drawn.append(self), save(self, *rest)))
+    more = ("--eval-text", book, "--eval-windows", 1)
+    command(tiny_llama, tmp_path / "tuned", *short(book, updates), *more)
     assert (tmp_path / "tuned" / "tune.png").read_bytes().startswith(b"\x89PNG")
+    path, perplexity, loss = drawn[0].axes
+    assert all(tick == round(tick) for axes in (path, loss) for tick in axes.get_xticks())
+    log = [json.loads(line) for line in (tmp_path / "tuned" / "tune.jsonl").read_text().splitlines()]
+    expected = losses_by_width(log)
+    assert len(expected) == 1 + min(updates, 2)
+    marked = {line.get_label(): line for line in loss.lines if line.get_marker() not in ("", "None", None)}
+    assert {name: list(zip(*line.get_data(), strict=True)) for name, line in marked.items()} == expected
+    figures = json.loads((tmp_path / "tuned" / "tune.json").read_text())
+    for line in perplexity.lines:
+        measured = figures[f"perplexity_{line.get_label()}"]
+        assert dict(zip(*line.get_data(), strict=True)) == measured
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ def run(
             with writing(out, partial(how_to_go_on, work)):
                 write_json(figures, work / REPORT_NAME)
                 extras = [work / LOG_NAME, work / REPORT_NAME]
-                if report.write_plot(log, work / PLOT_NAME):
+                if report.write_plot(log, before, after, work / PLOT_NAME):
                     extras.append(work / PLOT_NAME)
                 save_model(final, source, out, extras, state)
             shutil.rmtree(work)

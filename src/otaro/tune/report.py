@@ -18,6 +18,8 @@ from otaro.tune.callbacks import Progress, losses_by_width
 from otaro.tune.trainer import OtaroTrainer
 
 Perplexities = dict[str, float]
+MARKED = 50
+"""Points of a plot that are marked one by one, so that a run of a few updates, or of one, shows something."""
 
 
 def measure(
@@ -83,25 +85,43 @@ def finite(values: Perplexities) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def write_plot(log: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Draw the path over time and the loss per width; False where matplotlib is not installed."""
+def write_plot(log: Sequence[dict[str, Any]], before: Perplexities, after: Perplexities, path: Path) -> bool:
+    """Draw the path over time, the loss per width and, where it was measured, perplexity before and after.
+
+    False where matplotlib is not installed.
+    """
     if find_spec("matplotlib") is None or not log:
         return False
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    widths, losses = figure.subplots(2, 1, sharex=True)
+    figure = Figure(figsize=(13, 6) if after else (9, 6), layout="constrained")
+    rows = [["path", "perplexity"], ["loss", "perplexity"]] if after else [["path"], ["loss"]]
+    axes: dict[str, Any] = figure.subplot_mosaic(rows, height_ratios=[1, 2.5], width_ratios=[2, 1] if after else [1])
     taken = losses_by_width(log)
-    names = [name for name in (*(str(width) for width in reversed(Precision)), "full") if name in taken]
+    everything = [*map(str, Precision), "full"]
+    names = [name for name in reversed(everything) if name in taken]
     for row, name in enumerate(names):
         steps, values = zip(*taken[name], strict=True)
-        widths.plot(steps, [row] * len(steps), "|", markersize=9, color=f"C{row}")
-        losses.plot(steps, values, linewidth=1, color=f"C{row}", label=name)
-    widths.set_yticks(range(len(names)), names)
-    widths.set_ylabel("width of the update")
-    losses.set_ylabel("loss")
-    losses.set_xlabel("update")
-    losses.legend(ncols=len(names), fontsize="small")
-    losses.grid(alpha=0.3)
+        color = f"C{everything.index(name)}"
+        few = len(steps) <= MARKED
+        axes["path"].plot(steps, [row] * len(steps), "s" if few else "|", markersize=7, color=color)
+        axes["loss"].plot(steps, values, marker="o" if few else None, linewidth=1, color=color, label=name)
+    axes["path"].set_yticks(range(len(names)), names)
+    axes["path"].set_ylim(-0.6, len(names) - 0.4)
+    axes["loss"].legend(title="loss at", fontsize="small", title_fontsize="small", reverse=True)
+    axes["loss"].set_xlabel("update")
+    for name, title in (("path", "width of each update"), ("loss", "loss")):
+        axes[name].set_title(title, fontsize="medium")
+        axes[name].set_xlim(log[0]["step"] - 0.5, log[-1]["step"] + 0.5)
+        axes[name].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes[name].grid(alpha=0.3)
+    if after:
+        for label, measured, color in (("before", before, "0.6"), ("after", after, "black")):
+            shown = {name: value for name, value in measured.items() if math.isfinite(value)}
+            axes["perplexity"].plot([*shown], [*shown.values()], marker="o", color=color, label=label)
+        axes["perplexity"].set_title("perplexity at each width", fontsize="medium")
+        axes["perplexity"].grid(alpha=0.3)
+        axes["perplexity"].legend(fontsize="small")
     figure.savefig(path, dpi=150)
     return True
