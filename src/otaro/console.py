@@ -139,12 +139,7 @@ class ResultTable:
         return parts
 
     def _table(self, columns: list[int], room: int) -> Table:
-        result = Table(
-            box=box.SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-            padding=(0, GAP - 1, 0, 0),  # the box has one between columns
-        )
+        result = plain_table()
         widths = [self._least(column) for column in columns]
         free = room - sum(widths) - GAP * (len(columns) - 1)
         for place, column in enumerate(columns):
@@ -162,6 +157,12 @@ class ResultTable:
         """The width that neither breaks a word of the heading nor a cell."""
         words = self.headings[column].split()
         return max(cell_len(text) for text in (*words, *(row[column] for row in self._rows)))
+
+
+def plain_table() -> Table:
+    """A table with a line under its headings and no others, which would take room."""
+    # The box has one column of the terminal between two of the table.
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
 
 
 def facts_table() -> Table:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import otaro
-from otaro.console import note, progress_bar, results, size_text, terminal_text
+from otaro.console import answer_writer, note, progress_bar, results, size_text
 from otaro.engine.runner import Request, open_runner
 from otaro.engine.sampling import Sampling
 from otaro.evaluate import report
@@ -80,7 +80,7 @@ def _run(folder: Path, console: Console) -> list[report.Row]:
 
     console.print("[bold]4. The same model, switched from one precision to the next, answers[/bold]")
     console.print(f"   {PROMPT}")
-    speeds = _answer(folder, console)
+    speeds = _answer(folder)
 
     console.print("[bold]5. What each precision costs and gives[/bold]")
     rows = [
@@ -131,19 +131,16 @@ def _tune(out: Path, text: Path) -> None:
     )
 
 
-def _answer(folder: Path, console: Console) -> dict[Precision, float]:
+def _answer(folder: Path) -> dict[Precision, float]:
     """Answer the prompt at the widest and the narrowest width, and measure the speed of all."""
-
-    def write(text: str) -> None:
-        console.print(terminal_text(text).replace("\n", " "), end="", markup=False, soft_wrap=True)
-
     runner = open_runner(folder, WIDEST, remark=note)
     prompt = prompt_tokens(runner.tokenizer, PROMPT)[0].tolist()
+    writer = answer_writer()
     for precision in (WIDEST, NARROWEST):
         runner.precision = precision
-        write(f"   {precision}: ")
-        runner.generate(prompt, Request(ANSWER_TOKENS, Sampling()), write)
-        console.print()
+        writer.push(f"   {precision}: ")
+        runner.generate(prompt, Request(ANSWER_TOKENS, Sampling()), lambda text: writer.push(text.replace("\n", " ")))
+        writer.push("\n")
     # In rounds, and the median of each width: a machine's speed changes from one second to the next.
     speeds: dict[Precision, list[float]] = {precision: [] for precision in Precision}
     with progress_bar() as progress:

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from otaro.console import facts_table
+from otaro.console import facts_table, plain_table
 from otaro.errors import OtaroError
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "gguf", "numpy")
@@ -99,7 +98,9 @@ def show(diagnostics: Diagnostics, console: Console) -> None:
     facts.add_row("native core", escape(diagnostics.native_core))
     console.print(facts)
     console.print()
-    table = Table("op", "backend", "why")
+    table = plain_table()
+    for heading in ("op", "backend", "why"):
+        table.add_column(heading, overflow="fold")
     for row in diagnostics.backends:
         table.add_row(escape(row.op), escape(row.backend), escape(row.why))
     console.print(table)
