@@ -8,14 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 from conftest import byte_tokenizer
 
 import otaro
+from otaro.checkpoint.writer import new_content, new_folder
 from otaro.cli import main
 from otaro.console import terminal_text
 from otaro.errors import OtaroError
@@ -275,8 +277,8 @@ def test_a_config_that_cannot_be_used_is_one_sentence(
 
 
 def test_a_folder_is_described_whatever_its_config_says(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for architectures in (7, {}, {"a": 1}, [], [["x"]], None):
-        change(folder / "config.json", architectures=architectures)
+    for value in (7, {}, {"a": 1}, [], [["x"]], None):
+        change(folder / "config.json", architectures=value)
         assert main(["info", str(folder)]) == 0
 
 
@@ -357,3 +359,108 @@ def test_a_line_of_a_chat_that_is_not_utf8(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n/exit\n"), encoding="utf-8"))
     assert main(["chat", str(folder), "--threads", "1"]) == 0
     assert "this line is not UTF-8 text" in capfd.readouterr().err
+
+
+# ---- disks and killed processes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
+@pytest.mark.parametrize("limit", [2000, 50_000], ids=["header", "data"])
+def test_an_export_that_does_not_fit_leaves_nothing(
+    gguf_ready: Path, tmp_path: Path, limit: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        code = main(["export", str(gguf_ready), str(tmp_path / "out.gguf"), "--precision", "E5M8"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    assert "out.gguf cannot be written: " in (said := one_sentence(capfd))
+    assert "free some space or choose another folder" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_larger_than_the_disk_is_not_begun(
+    gguf_ready: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
+    assert main(["export", str(gguf_ready), str(tmp_path / "out.gguf"), "--precision", "E5M8"]) == 2
+    assert "are free: make room first" in one_sentence(capfd)
+    assert not list(tmp_path.iterdir())
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from otaro.partial import partial_path
+out = Path(sys.argv[1])
+with partial_path(out, out.parent) as partial:
+    partial.mkdir()
+    (partial / "weights").write_text("half")
+    print(partial.name, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], Path]]]:
+    """Starts a process that is in the midst of writing an output of that name."""
+    processes = []
+
+    def start(name: str) -> tuple[subprocess.Popen[str], Path]:
+        command = [sys.executable, "-c", WRITER, str(tmp_path / name)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        return process, tmp_path / process.stdout.readline().strip()
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks to tell by")
+def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path, writer: Any) -> None:
+    killed, left = writer("killed")
+    _, alive = writer("alive")
+    foreign, theirs = writer("foreign")
+    for process in (killed, foreign):
+        process.kill()  # kill -9
+        process.wait()
+    lock = theirs.with_name(f"{theirs.name}.lock")
+    lock.write_text(json.dumps({"host": "another", "boot": "another"}))
+    (tmp_path / ".notes.partial-1234").mkdir()  # of nobody: it has no lock
+    assert (left / "weights").exists()
+    with new_folder(tmp_path / "out") as partial:
+        (partial / "weights").write_text("whole")
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"out", alive.name, f"{alive.name}.lock", theirs.name, lock.name, ".notes.partial-1234"}
+    assert (alive / "weights").read_text() == "half"
+
+
+def test_a_folder_that_is_filled_is_swept_too(tmp_path: Path, writer: Any) -> None:
+    (tmp_path / "out").mkdir()
+    killed, _ = writer("out/out")
+    killed.kill()
+    killed.wait()
+    with new_content(tmp_path / "out") as partial:
+        (partial / "config.json").write_text("{}")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+@pytest.fixture(scope="module")
+def gguf_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed model whose tokenizer can be exported."""
+    place = tmp_path_factory.mktemp("gguf")
+    config = architectures.config("llama")
+    tokenizer = byte_tokenizer()
+    config.vocab_size = len(tokenizer)
+    folder = architectures.packed_model(config, place)
+    tokenizer.save_pretrained(folder)
+    return folder

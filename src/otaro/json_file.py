@@ -14,11 +14,9 @@ def read_json(path: Path, largest: int = LARGEST) -> Any:
     """The file's content; OSError or ValueError, with the reason, where there is none that can be used."""
     if not path.is_file():  # a pipe would keep its reader waiting
         raise FileNotFoundError(2, "there is no such file", str(path))
-    with path.open("rb") as file:
-        data = file.read(largest + 1)
-    if len(data) > largest:
+    if path.stat().st_size > largest:
         raise ValueError(f"it has more than {largest} bytes")
     try:
-        return json.loads(data.decode())
+        return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error

@@ -17,10 +17,11 @@ from torch import Tensor
 from otaro import ops
 from otaro.checkpoint.folder import Info, PackedFolder, Progress
 from otaro.checkpoint.layout import QUANT_METHOD, VERSION, Entry, Layout, index_name, stem, total_bytes
-from otaro.checkpoint.writer import SHARD_SIZE, PackWriter, new_content, new_folder, refuse_existing
+from otaro.checkpoint.writer import SHARD_SIZE, PackWriter, new_content, new_folder
 from otaro.convert import EMBEDDING_FLOOR, find_targets
 from otaro.errors import WeightError
 from otaro.packing import Planes
+from otaro.partial import refuse_existing
 from otaro.precision import NARROWEST, WIDEST, Precision
 from otaro.sefp import Format
 

@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,38 +29,24 @@ from otaro.checkpoint.layout import (
 from otaro.errors import OtaroError
 from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
 from otaro.packing import Planes
+from otaro.partial import check_room, partial_path, refuse_existing
 from otaro.precision import NARROWEST, Precision
 from otaro.safetensors_file import tensor_bytes
 
 SHARD_SIZE = 5_000_000_000
 
 
-def refuse_existing(out: Path) -> None:
-    """An output folder must be new; a link that leads nowhere is in the way too."""
-    if out.exists() or out.is_symlink():
-        raise OtaroError(f"{out} exists already: choose another name or delete it first")
-
-
 @contextlib.contextmanager
 def new_folder(out: Path, size: int = 0) -> Iterator[Path]:
     """A folder that appears under its name only when the block has ended well, and leaves nothing behind otherwise."""
     refuse_existing(out)
-    parent = out.absolute().parent
-    if not parent.is_dir():
-        raise OtaroError(f"{parent} is not a folder: create it first")
-    free = shutil.disk_usage(parent).free
-    if size > free:
-        raise OtaroError(f"{out} needs {size / 1e6:.0f} MB but only {free / 1e6:.0f} MB are free: make room first")
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=parent))
-    try:
-        partial.chmod(0o777 & ~_umask())
+    check_room(out, size)
+    with partial_path(out, out.absolute().parent) as partial:
+        partial.mkdir()
         yield partial
         if out.exists():
             raise OtaroError(f"{out} appeared while it was being written: choose another name")
         partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 @contextlib.contextmanager
@@ -74,18 +58,12 @@ def new_content(out: Path) -> Iterator[Path]:
         return
     if (out / "config.json").exists() or any(out.glob("*.safetensors")):
         raise OtaroError(f"{out} holds a model already: choose another folder or delete it first")
-    with tempfile.TemporaryDirectory(prefix=".otaro.partial-", dir=out) as name:
-        partial = Path(name)
+    with partial_path(out, out) as partial:
+        partial.mkdir()
         yield partial
         # The config comes last: without it the folder is not taken for a model.
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             path.replace(out / path.name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class PackWriter:

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otaro.checkpoint.folder import PackedFolder, Progress
-from otaro.checkpoint.writer import refuse_existing
 from otaro.engine.architecture import UnsupportedError, read_shape
 from otaro.engine.native import Shape
 from otaro.engine.weights import read_config
@@ -33,6 +32,7 @@ from otaro.export.blocks import block_type, encode_blocks
 from otaro.export.tokenizer import add_tokenizer
 from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
 from otaro.packing import Planes, unpack_rows
+from otaro.partial import check_room, partial_path, refuse_existing
 from otaro.precision import NARROWEST, Precision
 from otaro.sefp import Format
 
@@ -59,8 +59,7 @@ def export_gguf(
     """Write the GGUF twin of a packed folder at a width; the file appears under its name when it is whole."""
     folder, out, precision = Path(folder), Path(out), Precision(precision)
     refuse_existing(out)
-    if not out.absolute().parent.is_dir():
-        raise OtaroError(f"{out} cannot be written: there is no folder {out.parent}")
+    check_room(out, 0)
     packed = PackedFolder(folder)
     packed.check_headers(precision)
     try:
@@ -70,52 +69,68 @@ def export_gguf(
         raise OtaroError(f"{folder} cannot be exported: {error}") from error
     architecture = ARCHITECTURES[config.model_type]
     _check_metadata(folder, config, shape)
-    partial = out.with_name(f".{out.name}.partial")
-    writer = GGUFWriter(partial, arch=_name(architecture))
-    try:
-        _add_description(writer, packed, config, shape, precision)
-        add_tokenizer(writer, folder, shape.vocabulary)
-        names = get_tensor_name_map(architecture, shape.layers)
-        factors = _rope_factors(config, shape)
-        if factors is not None:
-            _announce(writer, "rope_freqs.weight", factors.shape, GGMLQuantizationType.F32)
-        for entry in packed.entries:
-            name = names.get_name(entry.name, try_suffixes=(".weight", ".bias"))
-            if name is None:
-                raise OtaroError(f"{folder} cannot be exported: llama.cpp has no name for the tensor {entry.name}")
-            if entry.floor is None:
-                _announce(writer, name, entry.shape, GGMLQuantizationType.F32)
-            else:
-                kind = block_type(max(precision, entry.floor), entry.shape[-1])
-                _announce(writer, f"{name}.weight", entry.shape, kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        if factors is not None:
-            writer.write_tensor_data(factors)
-        for number, (entry, parts) in enumerate(packed.tensors(precision), 1):
-            permuted = _permutation(architecture, entry.name, shape)
-            rows = torch.arange(entry.shape[0]) if permuted is None else permuted
-            if entry.floor is None:
-                data = parts[entry.name].to(torch.float32)[rows].numpy()
-            else:
-                width = max(precision, entry.floor)
-                data = _encode(_planes(parts, entry.name, width), rows, entry.shape[-1], width, packed.format)
-            writer.write_tensor_data(data)
-            if progress is not None:
-                progress(f"writing {out.name}", number, len(packed.entries))
-        writer.close()
+    with partial_path(out, out.absolute().parent) as partial:
+        writer = GGUFWriter(partial, arch=_name(architecture))
+        try:
+            _write(writer, packed, config, shape, precision, out, progress)
+        finally:
+            writer.close()
         partial.rename(out)
-    finally:
-        partial.unlink(missing_ok=True)
     return out
 
 
-def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> None:
-    """Describe a tensor whose data come when all are described."""
+def _write(
+    writer: GGUFWriter,
+    packed: PackedFolder,
+    config: Any,
+    shape: Shape,
+    precision: Precision,
+    out: Path,
+    progress: Progress | None,
+) -> None:
+    architecture = ARCHITECTURES[config.model_type]
+    _add_description(writer, packed, config, shape, precision)
+    add_tokenizer(writer, packed.path, shape.vocabulary)
+    names = get_tensor_name_map(architecture, shape.layers)
+    factors = _rope_factors(config, shape)
+    if factors is not None:
+        _announce(writer, "rope_freqs.weight", factors.shape, GGMLQuantizationType.F32)
+    size = 0
+    for entry in packed.entries:
+        name = names.get_name(entry.name, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise OtaroError(f"{packed.path} cannot be exported: llama.cpp has no name for the tensor {entry.name}")
+        if entry.floor is None:
+            size += _announce(writer, name, entry.shape, GGMLQuantizationType.F32)
+        else:
+            kind = block_type(max(precision, entry.floor), entry.shape[-1])
+            size += _announce(writer, f"{name}.weight", entry.shape, kind)
+    check_room(out, size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if factors is not None:
+        writer.write_tensor_data(factors)
+    for number, (entry, parts) in enumerate(packed.tensors(precision), 1):
+        permuted = _permutation(architecture, entry.name, shape)
+        rows = torch.arange(entry.shape[0]) if permuted is None else permuted
+        if entry.floor is None:
+            data = parts[entry.name].to(torch.float32)[rows].numpy()
+        else:
+            width = max(precision, entry.floor)
+            data = _encode(_planes(parts, entry.name, width), rows, entry.shape[-1], width, packed.format)
+        writer.write_tensor_data(data)
+        if progress is not None:
+            progress(f"writing {out.name}", number, len(packed.entries))
+
+
+def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    """Describe a tensor whose data come when all are described; their bytes."""
     block, block_bytes = GGML_QUANT_SIZES[kind]
     # The type of the values does not matter beside `raw_dtype`, as long as it is not that of bytes.
-    writer.add_tensor_info(name, shape, numpy.dtype(numpy.float32), math.prod(shape) // block * block_bytes, kind)
+    size = math.prod(shape) // block * block_bytes
+    writer.add_tensor_info(name, shape, numpy.dtype(numpy.float32), size, kind)
+    return size
 
 
 def _encode(planes: Planes, rows: Tensor, columns: int, width: Precision, format: Format) -> NDArray[numpy.uint8]:
