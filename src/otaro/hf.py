@@ -144,6 +144,7 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
         self.quantization_config.described |= {"pack": self.folder.pack}
         model.__dict__["_sefp_dtypes"] = {entry.name: entry.dtype for entry in self.folder.entries}
         model.__dict__["_sefp_config_dtype"] = self.folder.config.get("dtype")
+        del self.folder  # a model can be copied, its quantizer with it, but not the files of a folder
 
     def _fetch_missing(self, model: Any) -> None:
         """transformers fetches the first file alone from the hub: get the others, or say that they are missing."""
