@@ -77,7 +77,7 @@ def test_a_plain_model_is_measured_in_full_precision_and_as_it_would_be_packed(
     assert full["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-6)
     assert (full["kl_divergence"], full["same_token"]) == (0, 1)
 
-    _, out, _ = run("eval", packed_llama, *rest)
+    _, out, _ = run("eval", packed_llama, *rest, "--backend", "torch")
     packed = json.loads(out)["results"]
     for row, other in zip(narrow, packed, strict=True):
         found = log_probabilities(otaro.load(packed_llama, row["precision"]), packed_llama)
@@ -90,19 +90,21 @@ def test_a_plain_model_is_measured_in_full_precision_and_as_it_would_be_packed(
     assert narrow[0]["kl_divergence"] < narrow[1]["kl_divergence"]
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
 def test_a_packed_model_is_compared_with_its_widest_precision(
-    run: Any, packed_llama: Path, text_file: Path, tmp_path: Path
+    run: Any, packed_llama: Path, text_file: Path, tmp_path: Path, backend: str
 ) -> None:
-    start = ("eval", packed_llama, "--text", text_file, "--window", WINDOW)
+    start = ("eval", packed_llama, "--text", text_file, "--window", WINDOW, "--backend", backend)
     code, out, remarks = run(*start, "--json", tmp_path / "a.json", "--precisions", "E5M3,E5M7")
     assert code == 0
-    assert remarks == ["KL divergence and agreement are with E5M7, the widest precision measured"]
+    assert backend in remarks[0]
+    assert remarks[1:] == ["KL divergence and agreement are with E5M7, the widest precision measured"]
     figures = json.loads((tmp_path / "a.json").read_text())
     narrow, wide = figures["results"]
     assert (figures["reference"], wide["kl_divergence"], wide["same_token"]) == ("E5M7", 0, 1)
     models = [otaro.load(packed_llama, precision) for precision in ("E5M7", "E5M3")]
     expected, _ = direct_divergence(*(log_probabilities(model, packed_llama) for model in models))
-    assert narrow["kl_divergence"] == pytest.approx(expected, rel=1e-3)
+    assert narrow["kl_divergence"] == pytest.approx(expected, rel=1e-3 if backend == "torch" else 2e-2)
     assert f"{narrow['kl_divergence']:.4g}" in out
     # One width alone has nothing to be compared with.
     code, out, remarks = run(*start, "--json", "-", "--precisions", "E5M4")

@@ -299,7 +299,7 @@ def test_figures_are_those_of_lm_eval_alone(
     run: Any, packed_lively: Path, plain_layout: Path, hub_layout: Path, tmp_path: Path
 ) -> None:
     arguments = ("eval", packed_lively, "--tasks", "all", "--tasks-from", plain_layout, "--precisions", "E5M8,E5M3")
-    code, out, remarks = run(*arguments, "--json", "-")
+    code, out, remarks = run(*arguments, "--json", "-", "--backend", "torch")
     assert code == 0, remarks
     figures = json.loads(out)
     assert figures["reference"] == "E5M8"
@@ -329,7 +329,7 @@ def test_a_plain_model_has_its_full_precision_and_the_values_of_the_packed_one(
     assert full["average"]["acc"] == pytest.approx(np.mean([task["acc"] for task in expected.values()]))
     errors = [task["acc_stderr"] for task in expected.values()]
     assert full["average"]["acc_stderr"] == pytest.approx(np.sqrt(np.sum(np.square(errors))) / 8)
-    _, out, _ = run("eval", packed_lively, *rest)
+    _, out, _ = run("eval", packed_lively, *rest, "--backend", "torch")
     (packed,) = json.loads(out)["results"]
     assert accuracies(packed) == accuracies(narrow)
     assert packed["bits_per_weight"] == narrow["bits_per_weight"]

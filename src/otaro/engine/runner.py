@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -23,6 +23,8 @@ from otaro.generate import GenerationResult, continue_tokens, fitting
 from otaro.ops import cpu
 from otaro.precision import Precision
 from otaro.tokenizer import load_tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -215,27 +217,45 @@ def open_runner(
 
     if backend not in ("auto", "native", "transformers"):
         raise OtaroError(f"there is no backend {backend}: choose auto, native or transformers")
-    if backend != "transformers":
-        reason = cpu.available()
-        if reason is None:
-            try:
-                engine = Engine(
-                    folder,
-                    precision,
-                    threads=threads,
-                    context=context,
-                    kv_cache=kv_cache,
-                    progressive=progressive,
-                    progress=progress,
-                )
-                return NativeRunner(engine, load_tokenizer(folder))
-            except UnsupportedError as error:
-                reason = str(error)
-        if backend == "native":
-            raise OtaroError(f"{folder} does not run natively: {reason}")
-        remark(f"{folder} runs through transformers: {reason}")
+
+    def native() -> Runner:
+        engine = Engine(
+            folder,
+            precision,
+            threads=threads,
+            context=context,
+            kv_cache=kv_cache,
+            progressive=progressive,
+            progress=progress,
+        )
+        return NativeRunner(engine, load_tokenizer(folder))
+
+    runner = open_native(folder, backend, "transformers", native, remark)
+    if runner is not None:
+        return runner
     for option, given in (("--kv-cache", parse_cache(kv_cache) is not None), ("--progressive", progressive)):
         if given:
             raise OtaroError(f"{option} needs the native engine, which does not run this model")
     model = otaro.load(folder, precision, progress=progress)
     return TransformersRunner(model, load_tokenizer(folder), context)
+
+
+def open_native(
+    folder: Path, backend: str, other: str, make: Callable[[], T], remark: Callable[[str], None]
+) -> T | None:
+    """What `make` makes with the native engine, or None if `backend` is the other one, or the engine cannot.
+
+    Then `remark` is told why; asked for the engine and nothing else, it is an error.
+    """
+    if backend == other:
+        return None
+    reason = cpu.available()
+    if reason is None:
+        try:
+            return make()
+        except UnsupportedError as error:
+            reason = str(error)
+    if backend == "native":
+        raise OtaroError(f"{folder} does not run natively: {reason}")
+    remark(f"{folder} runs through {other}: {reason}")
+    return None

@@ -41,6 +41,12 @@ def evaluate(
     ] = None,
     max_windows: Annotated[int | None, typer.Option(min=1, help="Stop after this many windows of the text.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests of a task run at once.")] = 8,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="What computes: native (the engine; packed folders, on the CPU), torch, or auto: native where it can."
+        ),
+    ] = "auto",
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:1; a GPU, if there is one, if left out.")
     ] = None,
@@ -82,15 +88,15 @@ def evaluate(
     if plot is not None:
         report.check_plot(plot)
     kept = Parts(parts)
-    chosen_device = find_device(device)
+    chosen_device = find_device("cpu" if backend == "native" and device is None else device)
     loaded = {} if tasks is None else load_chosen_tasks(tasks, tasks_from)
 
     with progress_bar() as progress:
-        subject = open_subject(model, precisions, chosen_device, progress)
+        subject = open_subject(model, precisions, chosen_device, backend, progress, note)
         evaluation = Evaluation(subject, {})
         if content is not None:
             tokens = text_tokens(subject.tokenizer, content, str(text))
-            window = default_window(subject.model) if window is None else window
+            window = default_window(subject.backend) if window is None else window
             tokens = tokens if max_windows is None else tokens[: max_windows * window]
             evaluation.text = measure_text(subject, tokens, window, kept, progress)
             evaluation.about |= text_facts(str(text), tokens, window)
@@ -114,6 +120,7 @@ def evaluate(
         print(json.dumps(figures, indent=2))
     else:
         print_tables(report.width_tables(evaluation))
+        note(f"computed {subject.backend.description}")
         if evaluation.compared and not subject.packed:
             note("the model was simulated at each width; KL divergence and agreement are with full precision")
         elif evaluation.compared:

@@ -41,7 +41,7 @@ def measure_text(
     subject: Subject, token_ids: Tensor, window: int, parts: Parts, progress: Progress
 ) -> dict[Width, TextFigures]:
     """A text given as a 1-D tensor of token ids at every width of the subject; what `parts` hold is not run again."""
-    check_window(subject.model, window)
+    check_window(subject.backend, window)
     windows = split_windows(token_ids, window)
     sums: dict[Width, Sums] = {width: {} for width in subject.widths}
     for start in range(0, len(windows), WINDOWS_PER_PART):
@@ -79,28 +79,36 @@ def _run(subject: Subject, windows: Tensor, widths: list[Width], on_window: Call
     result: dict[Width, Sums] = {width: {name: [] for name in names} for width in widths}
     others = [width for width in widths if width != subject.reference]
     for number, window in enumerate(windows, 1):
-        batch = window[None].to(subject.model.device)
+        sums = {width: dict.fromkeys(names, 0.0) for width in widths}
         reference = None
-        for width in (subject.reference, *others):
-            subject.set_width(width)
-            start = time.perf_counter()
-            logits = subject.model(input_ids=batch, use_cache=False).logits
-            loss = summed_cross_entropy(logits, batch)
+        start = time.perf_counter()
+        for first, width, logits in subject.backend.logits(window, [subject.reference, *others]):
+            targets = window[first + 1 : first + 1 + len(logits)].to(logits.device)
+            logits = logits[: len(targets)]  # nothing follows the last token
+            loss = summed_cross_entropy(logits, targets)
             seconds = time.perf_counter() - start
-            reference = logits if reference is None else reference
-            if width in result:
-                for name, value in zip(names, (loss, seconds, *_compare(reference[0], logits[0])), strict=True):
-                    result[width][name].append(value)
+            if width == subject.reference:
+                reference = logits
+            if width in sums:
+                for name, value in zip(names, (loss, seconds, *_compare(reference, logits)), strict=True):
+                    sums[width][name] += value
+            start = time.perf_counter()
+        for width, values in sums.items():
+            for name, value in values.items():
+                result[width][name].append(value)
         on_window(number)
     return result
 
 
-def _compare(reference: Tensor, logits: Tensor) -> tuple[float, float]:
-    """The summed divergence over all predictions of a window, and at how many the likeliest token is the same."""
+def _compare(reference: Tensor | None, logits: Tensor) -> tuple[float, float]:
+    """The summed divergence over some predictions, and at how many of them the likeliest token is the same."""
+    assert reference is not None, "the reference comes first"
+    if reference is logits:
+        return 0.0, float(len(logits))
     divergence = torch.zeros((), dtype=torch.float64, device=logits.device)
     same = torch.zeros((), dtype=torch.int64, device=logits.device)
-    for start in range(0, len(logits) - 1, POSITIONS_PER_SLICE):
-        part = slice(start, min(start + POSITIONS_PER_SLICE, len(logits) - 1))
+    for start in range(0, len(logits), POSITIONS_PER_SLICE):
+        part = slice(start, start + POSITIONS_PER_SLICE)
         expected, found = (values[part].float().log_softmax(-1) for values in (reference, logits))
         divergence += (expected.exp() * (expected - found)).sum(-1).double().sum()
         same += (expected.argmax(-1) == found.argmax(-1)).sum()

@@ -24,8 +24,8 @@ from otaro.checkpoint import PackedFolder
 from otaro.checkpoint.folder import Progress
 from otaro.checkpoint.layout import QUANT_METHOD, Entry, Layout, total_bytes
 from otaro.errors import OtaroError
+from otaro.evaluate.backend import NAMES, Backend, TorchBackend, open_backend
 from otaro.evaluate.results import Width
-from otaro.hf import load
 from otaro.json_file import read_json
 from otaro.precision import Precision, parse_precisions
 from otaro.safetensors_file import tensor_bytes
@@ -51,7 +51,7 @@ class Subject:
     label: str
     architecture: str
     packed: bool
-    model: Any
+    backend: Backend
     tokenizer: Any
     widths: list[Width]
     reference: Width
@@ -59,13 +59,6 @@ class Subject:
     layout: Layout
     identity: str
     """A digest of everything that decides what the model answers: weights, config, tokenizer, format, arithmetic."""
-
-    def set_width(self, width: Width) -> None:
-        if width is not None:
-            convert.set_precision(self.model, width)
-            return
-        for layer in convert.sefp_layers(self.model).values():
-            layer.precision = None
 
 
 def find_device(name: str | None) -> torch.device:
@@ -80,11 +73,28 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
-def open_subject(model: str, precisions: str, device: torch.device, progress: Progress | None = None) -> Subject:
-    """Load a packed folder, or any model that can be packed, to be measured at `precisions`."""
+def open_subject(
+    model: str,
+    precisions: str,
+    device: torch.device,
+    backend: str = "auto",
+    progress: Progress | None = None,
+    remark: Callable[[str], None] = lambda text: None,
+) -> Subject:
+    """Load a packed folder, or any model that can be packed, to be measured at `precisions`.
+
+    `backend` is "native" (the engine, for packed folders on a CPU), "torch", or "auto": the engine where it can, and
+    `remark` is told why where it cannot.
+    """
+    if backend not in NAMES:
+        raise OtaroError(f"there is no backend {backend}: choose {', '.join(NAMES[:-1])} or {NAMES[-1]}")
     folder = Path(model).expanduser()
     if is_packed(folder):
-        return _open_packed(folder, precisions, device, progress)
+        packed = PackedFolder(folder)
+        widths = parse_precisions(precisions, packed.precisions)
+        return _open_packed(packed, widths, open_backend(folder, max(widths), device, backend, progress, remark))
+    if backend == "native":
+        raise OtaroError(f"{model} is not a packed folder, and only those run natively: run `otaro pack {model} OUT`")
     widths = parse_precisions(precisions)
     with open_source(model) as source:
         return _open_plain(source, widths, device, progress)
@@ -99,22 +109,19 @@ def is_packed(folder: Path) -> bool:
     return isinstance(described, dict) and described.get("quant_method") == QUANT_METHOD
 
 
-def _open_packed(folder: Path, precisions: str, device: torch.device, progress: Progress | None) -> Subject:
-    packed = PackedFolder(folder)
+def _open_packed(packed: PackedFolder, widths: list[Precision], backend: Backend) -> Subject:
     info = packed.info()
-    widths = parse_precisions(precisions, info.precisions)
-    model = load(folder, max(widths), device=device, progress=progress)
     return Subject(
-        label=folder.resolve().name,
+        label=packed.path.resolve().name,
         architecture=info.architecture,
         packed=True,
-        model=model,
-        tokenizer=load_tokenizer(folder),
+        backend=backend,
+        tokenizer=load_tokenizer(packed.path),
         widths=list(widths),
         reference=max(widths),
         costs={width: Cost(info.bits_per_weight(width), info.size(width)) for width in widths},
         layout=packed.layout,
-        identity=_identity(packed.pack, folder, packed.layout, model),
+        identity=_identity(packed.pack, packed.path, packed.layout, backend),
     )
 
 
@@ -127,17 +134,18 @@ def _open_plain(
         tokenizer = _save_tokenizer(source, Path(extras))
         model = _load_plain(source, device, weights.update, progress)
         convert.simulate(model, layout.format, layout.embedding_floor)
+        backend = TorchBackend(model)
         return Subject(
             label=source.label,
             architecture=type(source.model).__name__,
             packed=False,
-            model=model,
+            backend=backend,
             tokenizer=tokenizer,
             widths=[None, *widths],
             reference=None,
             costs=_costs(source, layout, widths),
             layout=layout,
-            identity=_identity(weights.hexdigest(), Path(extras), layout, model),
+            identity=_identity(weights.hexdigest(), Path(extras), layout, backend),
         )
 
 
@@ -190,8 +198,9 @@ def _costs(source: Source, layout: Layout, widths: Sequence[Precision]) -> dict[
     return costs
 
 
-def _identity(weights: str, folder: Path, layout: Layout, model: Any) -> str:
-    digest = hashlib.sha256(f"{weights} {layout.to_json()} {model.dtype} {model.device.type}".encode())
+def _identity(weights: str, folder: Path, layout: Layout, backend: Backend) -> str:
+    computed = f"{backend.name} {backend.dtype} {backend.device.partition(':')[0]}"
+    digest = hashlib.sha256(f"{weights} {layout.to_json()} {computed}".encode())
     paths = {path for pattern in ("config.json", *EXTRAS) for path in folder.glob(pattern) if path.is_file()}
     for path in sorted(paths):
         digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())

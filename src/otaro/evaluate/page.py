@@ -27,6 +27,7 @@ def render(evaluation: Evaluation) -> str:
     return template.render(
         **content,
         evaluation=content,
+        computed=evaluation.subject.backend.description,
         about=evaluation.about,
         titles={task: TASKS[task].title for task in evaluation.tasks},
         columns=[width_name(width) for width in evaluation.subject.widths],

@@ -107,7 +107,8 @@ def perplexity(
     losses = []
     for start in range(0, len(windows), batch_size):
         batch = windows[start : start + batch_size].to(model.device)
-        losses.append(summed_cross_entropy(model(input_ids=batch, use_cache=False).logits, batch))
+        logits = model(input_ids=batch, use_cache=False).logits
+        losses.append(summed_cross_entropy(logits[:, :-1], batch[:, 1:]))
         if progress is not None:
             progress(description, start + len(batch), len(windows))
     predictions = windows.numel() - len(windows)
@@ -136,13 +137,13 @@ def perplexity_at_widths(
     return results
 
 
-def summed_cross_entropy(logits: Tensor, batch: Tensor) -> float:
-    """The sum over all predictions in float64; each term in float32. Waits for the device."""
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> float:
+    """The sum over all predictions, [..., positions], in float64; each term in float32. Waits for the device."""
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
-    for start in range(0, batch.shape[1] - 1, POSITIONS_PER_SLICE):
-        end = min(start + POSITIONS_PER_SLICE, batch.shape[1] - 1)
+    for start in range(0, targets.shape[-1], POSITIONS_PER_SLICE):
+        part = slice(start, start + POSITIONS_PER_SLICE)
         losses = torch.nn.functional.cross_entropy(
-            logits[:, start:end].flatten(0, 1).float(), batch[:, start + 1 : end + 1].flatten(), reduction="none"
+            logits[..., part, :].flatten(0, -2).float(), targets[..., part].flatten(), reduction="none"
         )
         total += losses.double().sum()
     return float(total)

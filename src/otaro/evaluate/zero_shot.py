@@ -1,7 +1,8 @@
 """lm-eval's tasks on one loaded model at every width.
 
-lm-eval's HFLM scores the requests, so figures are lm-eval's own. It is kept for all widths and tasks: the model inside
-is switched between evaluations. lm-eval's cache of answers is never used, as it cannot tell one width from another.
+Requests, metrics and standard errors are lm-eval's own; its HFLM scores the requests with torch, a class of ours with
+the engine. The scorer is kept for all widths and tasks: the model inside is switched between evaluations. lm-eval's
+cache of answers is never used, as it cannot tell one width from another.
 """
 
 from __future__ import annotations
@@ -13,33 +14,50 @@ from typing import Any
 
 import lm_eval
 import numpy as np
+import torch
+from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
+from torch import Tensor
 
 import otaro
 from otaro.checkpoint.folder import Progress
+from otaro.evaluate.backend import NativeBackend, TorchBackend
 from otaro.evaluate.parts import Parts
-from otaro.evaluate.results import Evaluation, TaskFigures, width_name
+from otaro.evaluate.perplexity import POSITIONS_PER_SLICE, context_length
+from otaro.evaluate.results import Evaluation, TaskFigures, Width, width_name
 from otaro.evaluate.tasks import evaluate_task, quiet_lm_eval
+from otaro.tokenizer import encode
 
 
-class Scorer(HFLM):  # type: ignore[misc]
-    """HFLM that reports how far it is and remembers tokens, which are the same at every width."""
+class Scorer:
+    """What scores have in common: how far they are is reported, and tokens, the same at every width, are remembered."""
 
-    def __init__(self, model: Any, tokenizer: Any, batch_size: int) -> None:
-        with quiet_lm_eval():
-            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    def __init__(self) -> None:
         self.encoded: dict[tuple[str, str], Any] = {}
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
-        self._done = self._total = 0
+
+    def set_width(self, width: Width) -> None:
+        raise NotImplementedError
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # type: ignore[misc]
 
     def _encode_pair(self, context: str, continuation: str) -> Any:
         pair = (context, continuation)
         if pair not in self.encoded:
-            self.encoded[pair] = super()._encode_pair(context, continuation)
+            self.encoded[pair] = super()._encode_pair(context, continuation)  # type: ignore[misc]
         return self.encoded[pair]
+
+
+class TorchScorer(Scorer, HFLM):  # type: ignore[misc]
+    """lm-eval's own class for models of transformers."""
+
+    def __init__(self, backend: TorchBackend, tokenizer: Any, batch_size: int) -> None:
+        Scorer.__init__(self)
+        with quiet_lm_eval():
+            HFLM.__init__(self, pretrained=backend.model, tokenizer=tokenizer, batch_size=batch_size)
+        self.set_width = backend.set_width  # type: ignore[method-assign]
+        self._done = self._total = 0
 
     def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
         # HFLM runs requests that read the same tokens once.
@@ -54,6 +72,72 @@ class Scorer(HFLM):  # type: ignore[misc]
         return logits
 
 
+class NativeScorer(Scorer, TemplateLM):  # type: ignore[misc]
+    """The same requests through the engine, which goes back to where two of them part: a context is read once."""
+
+    def __init__(self, backend: NativeBackend, tokenizer: Any) -> None:
+        Scorer.__init__(self)
+        TemplateLM.__init__(self)
+        self.tokenizer = tokenizer
+        self._backend = backend
+        self._width: Width = None
+
+    def set_width(self, width: Width) -> None:
+        self._width = width
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else int(begin)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        return encode(self.tokenizer, string, add_special_tokens=add_special_tokens is not False)
+
+    def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
+        limit = context_length(self._backend)
+        texts = [(context + continuation)[-(limit + 1) :] for _, context, continuation in requests]
+        longest = max(map(len, texts))
+        answers: dict[int, tuple[float, bool]] = {}
+        held: list[int] = []
+        for number in sorted(range(len(texts)), key=texts.__getitem__):
+            *read, _ = texts[number]
+            targets = torch.tensor(requests[number][2])
+            start = min(_shared(read, held), len(read) - len(targets))  # a token's logits come with running it
+            answers[number] = self._score(read, start, targets, longest)
+            held = read
+            self.on_progress(len(answers), len(texts))
+        return [answers[number] for number in range(len(texts))]
+
+    def _score(self, tokens: list[int], start: int, targets: Tensor, longest: int) -> tuple[float, bool]:
+        """The log-probability of the targets after the last tokens, and whether each is the likeliest."""
+        scores, likeliest = [], []
+        first = len(tokens) - len(targets)
+        for begin in range(start, len(tokens), POSITIONS_PER_SLICE):
+            part = tokens[begin : begin + POSITIONS_PER_SLICE]
+            rows = min(len(part), max(0, begin + len(part) - first))
+            logits = self._backend.run(part, begin, self._width, longest, rows)
+            wanted, targets = targets[:rows], targets[rows:]
+            scores.append(logits.log_softmax(-1).gather(1, wanted[:, None]).sum())
+            likeliest.append(bool((logits.argmax(-1) == wanted).all()))
+        return float(sum(scores)), all(likeliest)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        raise NotImplementedError("none of the tasks asks for it")
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        raise NotImplementedError("none of the tasks asks for it")
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((count for count, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
 def measure_tasks(
     evaluation: Evaluation,
     tasks: dict[str, Any],
@@ -65,7 +149,12 @@ def measure_tasks(
 ) -> None:
     """Every task at every width, into the evaluation; what `parts` hold is not measured again."""
     subject = evaluation.subject
-    scorer = Scorer(subject.model, subject.tokenizer, batch_size)
+    scorer: TorchScorer | NativeScorer
+    if isinstance(subject.backend, NativeBackend):
+        scorer = NativeScorer(subject.backend, subject.tokenizer)
+    else:
+        assert isinstance(subject.backend, TorchBackend)
+        scorer = TorchScorer(subject.backend, subject.tokenizer, batch_size)
     number, total = 0, len(tasks) * len(subject.widths)
     for task_name, task in tasks.items():
         scorer.encoded.clear()
@@ -85,14 +174,16 @@ def measure_tasks(
             number += 1
             value = parts.get(**key)
             if value is None:
-                subject.set_width(width)
+                scorer.set_width(width)
                 description = f"{task_name} at {width_name(width)} ({number} of {total})"
                 value = _measure(scorer, task, limit, description, progress)
                 parts.add(value, **key)
             evaluation.tasks[task_name][width] = TaskFigures(**value)
 
 
-def _measure(scorer: Scorer, task: Any, limit: int | None, description: str, progress: Progress) -> dict[str, Any]:
+def _measure(
+    scorer: TorchScorer | NativeScorer, task: Any, limit: int | None, description: str, progress: Progress
+) -> dict[str, Any]:
     scorer.on_progress = lambda done, total: progress(description, done, total)
     found, samples = evaluate_task(scorer, task, limit)
     metrics = {
