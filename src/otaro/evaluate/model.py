@@ -1,6 +1,6 @@
 """A model under evaluation: loaded once, measured at every width.
 
-A packed folder runs as it is deployed. Any other model is simulated: its layers pass their weights through the format,
+A packed folder is measured as it is. Any other model is simulated: its layers pass their weights through the format,
 which gives the very values the packed model would decode, and at no width at all it is the model in full precision.
 """
 
