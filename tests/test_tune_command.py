@@ -14,14 +14,16 @@ from architectures import random_model
 from conftest import byte_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from tuning import command, command_on_a_full_disk, killed_command
+from tuning import command, command_on_a_full_disk, killed_command, trainer
 
 import otaro
 from otaro import demo
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.sources import open_source
+from otaro.tune import report
 from otaro.tune.callbacks import losses_by_width
+from otaro.tune.command import measure_before
 from otaro.tune.data import load_blocks
 from otaro.tune.model import load_model
 from otaro.tune.resume import checkpoints, last_complete
@@ -121,7 +123,7 @@ def test_bf16_needs_no_gpu(tiny_llama: Path, book: Path, tmp_path: Path, monkeyp
     """Nor to be told that there is none."""
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     out = tmp_path / "tuned"
-    assert command(tiny_llama, out, *short(book, 2)[:-1], "--bf16", "--eval-text", book) == 0
+    assert command(tiny_llama, out, *short(book, 2)[:-1], "--bf16", "--eval-text", book, "--eval-windows", 1) == 0
     assert json.loads((out / "tune.json").read_text())["updates"] == 2
 
 
@@ -255,6 +257,34 @@ def whole_run(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     line = (*options, "--eval-windows", 1)
     assert command(tiny_llama, folder / "tuned", *line) == 0
     return line, folder / "tuned"
+
+
+def test_what_cannot_be_gone_on_with_is_not_in_the_way(
+    whole_run: tuple[tuple[Any, ...], Path], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """A run that was killed before its first checkpoint was whole: start again, and measure again."""
+    line, whole = whole_run
+    out, work = tmp_path / "tuned", tmp_path / "tuned.tuning"
+    (work / "checkpoint-4").mkdir(parents=True)
+    (work / "before.json").write_text("of another model")
+    with pytest.raises(OtaroError, match="start without --resume"):
+        command(tiny_llama, out, *line, "--resume")
+    assert command(tiny_llama, out, *line) == 0
+    for name in RESULTS:
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_perplexity_before_is_of_the_text_after_is_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run has it from the first one, unless that was given another text."""
+    calls: list[int] = []
+    monkeypatch.setattr(report, "measure", lambda trainer, tokens, *_: (calls.append(1), {"E5M8": float(tokens[0])})[1])
+    run = trainer(tmp_path)
+
+    def before(token: int, resume: bool) -> float:
+        return measure_before(run, tmp_path, torch.tensor([token, 5]), 2, None, resume=resume)["E5M8"]
+
+    assert [before(7, False), before(7, True), before(8, True), before(9, False)] == [7, 7, 8, 9]
+    assert len(calls) == 3
 
 
 @pytest.mark.slow

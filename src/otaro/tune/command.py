@@ -7,6 +7,7 @@ and that folder is deleted.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -278,14 +279,14 @@ def run(
     from otaro.tune.callbacks import LOG_NAME, read_log
     from otaro.tune.data import load_blocks, make_collator, text_blocks
     from otaro.tune.model import add_adapters, load_model, merge_adapters, save_model
-    from otaro.tune.resume import checkpoints, how_to_go_on, last_complete
+    from otaro.tune.resume import how_to_go_on, last_complete
     from otaro.tune.tiers import without_tiers
     from otaro.tune.trainer import OtaroTrainer
     from otaro.tune.writing import writing
 
     work = Path(args.output_dir)
     found = last_complete(work)
-    if not resume and checkpoints(work):
+    if not resume and found is not None:
         raise OtaroError(f"{work} holds a run that was not finished: add --resume to go on, or delete that folder")
     if resume and found is None:
         raise OtaroError(f"there is no checkpoint in {work} to go on from: start without --resume")
@@ -316,7 +317,7 @@ def run(
             asked = ", questions learned too" if args.questions and blocks.questions else ""
             rate = f", learning rate {trainer.args.learning_rate:.3g}"
             note(f"{len(blocks)} sequences, {blocks.tokens} tokens{asked}{left_out}{rate}")
-        before = measure_before(trainer, work, measured, sequence_length, progress)
+        before = measure_before(trainer, work, measured, sequence_length, progress, resume=resume)
         trainer.train(found)
         if trainer.interrupted:
             if first:
@@ -370,20 +371,23 @@ def eval_tokens(tokenizer: Any, text: tuple[str, bytes], window: int, windows: i
     return text_tokens(tokenizer, decoded, name)[: window * windows]
 
 
-def measure_before(trainer: OtaroTrainer, work: Path, tokens: Any, window: int, progress: Any) -> dict[str, float]:
-    """Perplexity before tuning; a resumed run reads what the first one measured."""
+def measure_before(
+    trainer: OtaroTrainer, work: Path, tokens: Any, window: int, progress: Any, *, resume: bool
+) -> dict[str, float]:
+    """Perplexity before tuning; a resumed run reads what the first one measured, if it was on the same text."""
     from otaro.evaluate.report import write_json
     from otaro.tune import report
 
     if tokens is None:
         return {}
-    path = work / BEFORE_NAME
-    if path.exists():
-        read: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
-        return {name: float("inf") if value is None else value for name, value in read.items()}
+    path, text = work / BEFORE_NAME, hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    if resume and path.exists():
+        read = json.loads(path.read_text(encoding="utf-8"))
+        if read["text"] == text:
+            return {name: float("inf") if value is None else value for name, value in read["perplexity"].items()}
     measured = report.measure(trainer, tokens, list(Precision), window, progress)
     if trainer.is_world_process_zero():
-        write_json(report.finite(measured), path)
+        write_json({"text": text, "perplexity": report.finite(measured)}, path)
     return measured
 
 
