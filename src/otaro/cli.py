@@ -188,7 +188,7 @@ def export(
     from otaro.export import export_gguf
 
     with progress_bar() as progress:
-        export_gguf(folder, out, width, progress)
+        export_gguf(folder, out, width, progress, note)
     print(f"{out} holds {folder} at {width}: {size_text(out.stat().st_size)}")
 
 

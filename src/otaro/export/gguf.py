@@ -6,6 +6,7 @@ A twin is written a tensor at a time, after the description of all of them: memo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,16 @@ WEIGHTS_AT_ONCE = 1 << 20
 
 
 def export_gguf(
-    folder: str | Path, out: str | Path, precision: Precision | str, progress: Progress | None = None
+    folder: str | Path,
+    out: str | Path,
+    precision: Precision | str,
+    progress: Progress | None = None,
+    remark: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write the GGUF twin of a packed folder at a width; the file appears under its name when it is whole."""
+    """Write the GGUF twin of a packed folder at a width; the file appears under its name when it is whole.
+
+    `remark` is told where llama.cpp will make other tokens of a text.
+    """
     folder, out, precision = Path(folder), Path(out), Precision(precision)
     refuse_existing(out)
     check_room(out, 0)
@@ -72,10 +80,13 @@ def export_gguf(
     with partial_path(out, out.absolute().parent) as partial:
         writer = GGUFWriter(partial, arch=_name(architecture))
         try:
-            _write(writer, packed, config, shape, precision, out, progress)
+            remarks = _write(writer, packed, config, shape, precision, out, progress)
         finally:
             writer.close()
         partial.rename(out)
+    if remark is not None:
+        for sentence in remarks:
+            remark(f"in llama.cpp {sentence}: some texts become other tokens there")
     return out
 
 
@@ -87,10 +98,11 @@ def _write(
     precision: Precision,
     out: Path,
     progress: Progress | None,
-) -> None:
+) -> list[str]:
+    """What the tokenizer's description leaves out is returned (`add_tokenizer`)."""
     architecture = ARCHITECTURES[config.model_type]
     _add_description(writer, packed, config, shape, precision)
-    add_tokenizer(writer, packed.path, shape.vocabulary)
+    remarks = add_tokenizer(writer, packed.path, shape.vocabulary)
     names = get_tensor_name_map(architecture, shape.layers)
     factors = _rope_factors(config, shape)
     if factors is not None:
@@ -122,6 +134,7 @@ def _write(
         writer.write_tensor_data(data)
         if progress is not None:
             progress(f"writing {out.name}", number, len(packed.entries))
+    return remarks
 
 
 def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:

