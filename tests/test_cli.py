@@ -361,7 +361,7 @@ def test_eval_is_the_perplexity_of_a_model_loaded_at_that_width(run: Any, packed
     from otaro.tokenizer import load_tokenizer
 
     outcome = run("eval", packed_llama, "--text", text_file, "--json", "-", "--backend", "torch")
-    tokens = text_tokens(load_tokenizer(packed_llama), TEXT)
+    tokens = text_tokens(load_tokenizer(packed_llama), TEXT, 64)
     for row in json.loads(outcome.out)["results"]:
         assert row["perplexity"] == perplexity(otaro.load(packed_llama, row["precision"]), tokens).perplexity
 

@@ -129,7 +129,7 @@ def test_a_hopeless_model_has_infinite_perplexity() -> None:
 
 def test_empty_text_is_refused_by_name() -> None:
     with pytest.raises(OtaroError, match=r"book\.txt is empty"):
-        text_tokens(None, " \n", "book.txt")
+        text_tokens(None, " \n", 16, "book.txt")
 
 
 def test_widths_differ_and_the_models_own_is_restored(packed_llama: Path) -> None:

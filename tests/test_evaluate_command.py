@@ -45,7 +45,7 @@ def text_file(tmp_path: Path) -> Path:
 
 def log_probabilities(model: Any, folder: Path) -> list[torch.Tensor]:
     """Of every window, in float64."""
-    tokens = text_tokens(load_tokenizer(folder), TEXT)
+    tokens = text_tokens(load_tokenizer(folder), TEXT, WINDOW)
     windows = [tokens[start : start + WINDOW] for start in range(0, len(tokens) - WINDOW + 1, WINDOW)]
     with torch.no_grad():
         return [model(window[None]).logits[0].double().log_softmax(-1)[:-1] for window in windows]
@@ -71,7 +71,7 @@ def test_a_plain_model_is_measured_in_full_precision_and_as_it_would_be_packed(
     assert full["precision"] == "full"
     assert "tokens_per_second" not in full  # simulated: speed would mean nothing
     expected = log_probabilities(AutoModelForCausalLM.from_pretrained(tiny_llama), tiny_llama)
-    tokens = text_tokens(load_tokenizer(tiny_llama), TEXT)
+    tokens = text_tokens(load_tokenizer(tiny_llama), TEXT, WINDOW)
     targets = torch.cat([tokens[i * WINDOW + 1 : (i + 1) * WINDOW] for i in range(len(expected))])
     loss = -torch.cat(expected).gather(1, targets[:, None]).mean()
     assert full["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-6)

@@ -215,7 +215,7 @@ def test_what_was_measured_is_what_is_packed(tiny_llama: Path, book: Path, tmp_p
     out = tmp_path / "tuned"
     command(tiny_llama, out, *short(book), "--eval-text", book, "--eval-windows", 3, "--scheme", "nearest")
     otaro.pack(out, tmp_path / "packed", format=otaro.Format("nearest"))
-    tokens = text_tokens(byte_tokenizer(), TEXT)[: 3 * 32]
+    tokens = text_tokens(byte_tokenizer(), TEXT, 32)[: 3 * 32]
     measured = perplexity_at_widths(otaro.load(tmp_path / "packed"), tokens, list(Precision), window=32)
     figures = json.loads((out / "tune.json").read_text())["perplexity_after"]
     for width in measured:

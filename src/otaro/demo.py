@@ -95,7 +95,7 @@ def _measure(folder: Path, text: str, console: Console) -> dict[Precision, float
     """Perplexity of a packed folder at every width on the beginning of a text."""
     with progress_bar() as progress:
         model = otaro.load(folder, WIDEST, progress=progress)
-        tokens = text_tokens(load_tokenizer(folder), text)[: WINDOWS * WINDOW]
+        tokens = text_tokens(load_tokenizer(folder), text, WINDOW)[: WINDOWS * WINDOW]
         measured = perplexity_at_widths(model, tokens, list(Precision), window=WINDOW, progress=progress)
     perplexities = {width.precision: width.result.perplexity for width in measured}
     console.print("   " + ", ".join(f"{width} {perplexity:.2f}" for width, perplexity in perplexities.items()))

@@ -14,7 +14,7 @@ from transformers import TextStreamer
 from otaro.errors import OtaroError
 from otaro.evaluate.perplexity import context_length
 from otaro.precision import Precision
-from otaro.tokenizer import encode, render_chat
+from otaro.tokenizer import encode_prompt, render_chat
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def prompt_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> Tensor:
     if not prompt:
         raise OtaroError("the prompt is empty: give --prompt TEXT or pipe one in")
     if raw or tokenizer.chat_template is None:
-        ids = encode(tokenizer, prompt, add_special_tokens=True)
+        ids = encode_prompt(tokenizer, prompt)
     else:
         ids = render_chat(tokenizer, [{"role": "user", "content": prompt}])
     if not ids:

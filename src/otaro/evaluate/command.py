@@ -95,8 +95,8 @@ def evaluate(
         subject = open_subject(model, precisions, chosen_device, backend, progress, note)
         evaluation = Evaluation(subject, {})
         if content is not None:
-            tokens = text_tokens(subject.tokenizer, content, str(text))
             window = default_window(subject.backend) if window is None else window
+            tokens = text_tokens(subject.tokenizer, content, window, str(text))
             tokens = tokens if max_windows is None else tokens[: max_windows * window]
             evaluation.text = measure_text(subject, tokens, window, kept, progress)
             evaluation.about |= text_facts(str(text), tokens, window)

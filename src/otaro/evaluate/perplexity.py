@@ -1,9 +1,10 @@
 """Perplexity: how surprised a model is by a text, the same way at every width.
 
 The text's tokens are cut into windows that do not overlap; a rest shorter than a window is left out, unless the text
-is shorter than one window, which is then the only one. No special tokens are added. In a window of n tokens the model
-predicts all but the first from those before it, n - 1 predictions; perplexity is exp of the mean cross entropy over
-all predictions. Figures are comparable only for the same text, the same tokenizer and the same window.
+is shorter than one window, which is then the only one. Where the model wants a token for the beginning (BOS) before a
+text, each window begins with it; no other special token is added. In a window of n tokens the model predicts all but
+the first from those before it, n - 1 predictions; perplexity is exp of the mean cross entropy over all predictions.
+Figures are comparable only for the same text, the same tokenizer and the same window.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from otaro.checkpoint.folder import Progress
 from otaro.errors import OtaroError
 from otaro.precision import Precision
-from otaro.tokenizer import encode
+from otaro.tokenizer import beginning, encode
 
 LONGEST_DEFAULT_WINDOW = 2048
 # Positions whose logits are widened to float32 at a time: 128 rows of a vocabulary of 128 000 are 64 MB.
@@ -67,11 +68,16 @@ def exponential(cross_entropy: float) -> float:
     return math.exp(cross_entropy) if cross_entropy < 700 else math.inf
 
 
-def text_tokens(tokenizer: Any, text: str, name: str = "the text") -> Tensor:
-    """A text as a 1-D tensor of token ids, without special tokens."""
+def text_tokens(tokenizer: Any, text: str, window: int, name: str = "the text") -> Tensor:
+    """A text as a 1-D tensor of token ids to be cut into windows, each with the beginning that the model wants."""
     if not text.strip():
         raise OtaroError(f"{name} is empty: there is nothing to predict")
-    return torch.tensor(encode(tokenizer, text), dtype=torch.long)
+    ids, begin = encode(tokenizer, text), beginning(tokenizer)
+    if window <= len(begin):
+        raise OtaroError(f"a window of {window} has no room for text: choose a longer one")
+    step = window - len(begin)
+    laid_out = [token for start in range(0, len(ids), step) for token in (*begin, *ids[start : start + step])]
+    return torch.tensor(laid_out, dtype=torch.long)
 
 
 def split_windows(token_ids: Tensor, window: int) -> Tensor:

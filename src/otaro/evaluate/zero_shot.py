@@ -26,13 +26,15 @@ from otaro.evaluate.parts import Parts
 from otaro.evaluate.perplexity import POSITIONS_PER_SLICE, context_length
 from otaro.evaluate.results import Evaluation, TaskFigures, Width, width_name
 from otaro.evaluate.tasks import evaluate_task, quiet_lm_eval
-from otaro.tokenizer import encode
+from otaro.tokenizer import beginning, encode
 
 
 class Scorer:
     """What scores have in common: how far they are is reported, and tokens, the same at every width, are remembered."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._begin = beginning(tokenizer)
         self.encoded: dict[tuple[str, str], Any] = {}
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
 
@@ -41,6 +43,12 @@ class Scorer:
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # type: ignore[misc]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        """With the beginning that the model wants, but no end: a context is gone on from."""
+        ids = encode(self.tokenizer, string)
+        wanted = add_special_tokens is not False and ids[: len(self._begin)] != self._begin
+        return self._begin + ids if wanted else ids
 
     def _encode_pair(self, context: str, continuation: str) -> Any:
         pair = (context, continuation)
@@ -53,7 +61,7 @@ class TorchScorer(Scorer, HFLM):  # type: ignore[misc]
     """lm-eval's own class for models of transformers."""
 
     def __init__(self, backend: TorchBackend, tokenizer: Any, batch_size: int) -> None:
-        Scorer.__init__(self)
+        Scorer.__init__(self, tokenizer)
         with quiet_lm_eval():
             HFLM.__init__(self, pretrained=backend.model, tokenizer=tokenizer, batch_size=batch_size)
         self.set_width = backend.set_width  # type: ignore[method-assign]
@@ -76,9 +84,8 @@ class NativeScorer(Scorer, TemplateLM):  # type: ignore[misc]
     """The same requests through the engine, which goes back to where two of them part: a context is read once."""
 
     def __init__(self, backend: NativeBackend, tokenizer: Any) -> None:
-        Scorer.__init__(self)
+        Scorer.__init__(self, tokenizer)
         TemplateLM.__init__(self)
-        self.tokenizer = tokenizer
         self._backend = backend
         self._width: Width = None
 
@@ -93,9 +100,6 @@ class NativeScorer(Scorer, TemplateLM):  # type: ignore[misc]
     def prefix_token_id(self) -> int:
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else int(begin)
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        return encode(self.tokenizer, string, add_special_tokens=add_special_tokens is not False)
 
     def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
         limit = context_length(self._backend)

@@ -368,7 +368,7 @@ def eval_tokens(tokenizer: Any, text: tuple[str, bytes], window: int, windows: i
 
     name, content = text
     decoded = decode_text(content, name)
-    return text_tokens(tokenizer, decoded, name)[: window * windows]
+    return text_tokens(tokenizer, decoded, window, name)[: window * windows]
 
 
 def measure_before(

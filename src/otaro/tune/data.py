@@ -9,7 +9,8 @@ of a JSONL file or a data set is one of
 
 Text is learned whole. Of requests and conversations the answers have labels, and what they answer has none: it is read
 but not predicted, unless :class:`WithQuestions` gives it labels too. Pieces with and without labels are tokenised
-apart, as they are when the model is used.
+apart, as they are when the model is used. An example begins with the token for the beginning (BOS) if the model wants
+it there, and ends with the one for the end (EOS).
 
 Examples are either packed, one after the other with an end token between them, and cut into blocks of the same length,
 or padded, one to a sequence. Packing wastes nothing; a rest shorter than a block is left out.
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from otaro.errors import OtaroError
 from otaro.evaluate.perplexity import split_windows
-from otaro.tokenizer import TemplateError, encode_all, write_chat
+from otaro.tokenizer import TemplateError, beginning, encode, encode_all, write_chat
 
 IGNORED = -100
 """The label of a token that is not predicted, as transformers has it."""
@@ -286,7 +287,13 @@ def _conversation(messages: Any, tokenizer: Any, where: str) -> Example:
 
 def _tokens(examples: Sequence[Example], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     """Tokens and labels of each example."""
-    texts = [text for example in examples for text, _ in example.pieces if text]
+    begin, line = beginning(tokenizer), encode(tokenizer, "\n")
+    # A tokenizer may put a space before a text, but what goes on from another text must not get one: behind a new line
+    # it has none.
+    head = "" if encode(tokenizer, "\na") == line + encode(tokenizer, "a") else "\n"
+    texts = [
+        head + text if number else text for example in examples for number, (text, _) in enumerate(_written(example))
+    ]
     encoded = iter(
         [
             ids
@@ -298,12 +305,21 @@ def _tokens(examples: Sequence[Example], tokenizer: Any) -> list[tuple[list[int]
     for example in examples:
         ids: list[int] = []
         labels: list[int] = []
-        for text, learned in example.pieces:
-            piece = next(encoded) if text else []
+        for number, (_, learned) in enumerate(_written(example)):
+            piece = next(encoded)
+            if number == 0:
+                piece = piece if piece[: len(begin)] == begin else begin + piece
+            elif head:
+                piece = piece[len(line) :]
             ids += piece
             labels += piece if learned else [IGNORED] * len(piece)
         result.append((ids, labels))
     return result
+
+
+def _written(example: Example) -> list[tuple[str, bool]]:
+    """The pieces that are not empty."""
+    return [piece for piece in example.pieces if piece[0]]
 
 
 def _string(record: dict[str, Any], name: str, where: str) -> str:
