@@ -10,6 +10,10 @@
 
 using namespace otaro;
 
+struct otaro_arena {
+    Arena arena;
+};
+
 struct otaro_matrix {
     otaro_format format;
     Matrix matrix;
@@ -26,6 +30,7 @@ struct otaro_session {
 namespace {
 
 constexpr int64_t kMostRows = int64_t{1} << 31;
+constexpr int64_t kMostBytes = int64_t{1} << 46; // of planes, far beyond any machine
 
 bool within(int64_t value, int64_t most) { return value > 0 && value <= most; }
 
@@ -68,6 +73,24 @@ class Workspace {
 
 // ---- matrices -------------------------------------------------------------------------------------------------------
 
+int32_t otaro_arena_create(int64_t bytes, otaro_arena** arena) {
+    return guarded([&]() -> int {
+        if (arena == nullptr || bytes < 0 || bytes > kMostBytes) return OTARO_ERROR_ARGUMENT;
+        *arena = new otaro_arena{Arena(bytes)};
+        return OTARO_OK;
+    });
+}
+
+void otaro_arena_destroy(otaro_arena* arena) { delete arena; }
+
+int32_t otaro_matrix_size(const otaro_format* format, int64_t rows, int64_t columns, int32_t mantissa, int64_t* bytes) {
+    Checks checks(format, rows, columns);
+    checks.require(bytes != nullptr && within(rows, kMostRows) && within(columns, kMostRows));
+    checks.require(valid_mantissa(mantissa));
+    if (checks.error() == OTARO_OK) *bytes = tiles_bytes(tiles_of(rows, columns, format->group_size), mantissa);
+    return checks.error();
+}
+
 int32_t otaro_matrix_create(const otaro_format* format, int64_t rows, int64_t columns, otaro_matrix** matrix) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
@@ -81,7 +104,7 @@ int32_t otaro_matrix_create(const otaro_format* format, int64_t rows, int64_t co
 
 void otaro_matrix_destroy(otaro_matrix* matrix) { delete matrix; }
 
-int32_t otaro_matrix_set_base(otaro_matrix* matrix, const otaro_planes* planes, int32_t threads) {
+int32_t otaro_matrix_set_base(otaro_matrix* matrix, const otaro_planes* planes, otaro_arena* arena, int32_t threads) {
     return guarded([&]() -> int {
         if (matrix == nullptr || threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
         const Tiles& tiles = matrix->matrix.tiles();
@@ -89,12 +112,14 @@ int32_t otaro_matrix_set_base(otaro_matrix* matrix, const otaro_planes* planes, 
         checks.planes(planes, &matrix->format, 0);
         if (checks.error() != OTARO_OK) return checks.error();
         const uint8_t* const polarity = matrix->format.polarity != 0 ? planes->polarity : nullptr;
-        matrix->matrix.set_base(planes->base, planes->exponent, polarity, threads);
+        Arena* const home = arena == nullptr ? nullptr : &arena->arena;
+        matrix->matrix.set_base(planes->base, planes->exponent, polarity, home, threads);
         return OTARO_OK;
     });
 }
 
-int32_t otaro_matrix_set_bit(otaro_matrix* matrix, int32_t bit, const uint8_t* data, int64_t bytes, int32_t threads) {
+int32_t otaro_matrix_set_bit(otaro_matrix* matrix, int32_t bit, const uint8_t* data, int64_t bytes, otaro_arena* arena,
+                             int32_t threads) {
     return guarded([&]() -> int {
         if (matrix == nullptr || threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
         if (bit <= kNarrowest || bit > kWidest) return OTARO_ERROR_ARGUMENT;
@@ -105,7 +130,7 @@ int32_t otaro_matrix_set_bit(otaro_matrix* matrix, int32_t bit, const uint8_t* d
         }
         const Tiles& tiles = matrix->matrix.tiles();
         if (bytes < tiles.rows * padded_columns(tiles) / 8) return OTARO_ERROR_BUFFER;
-        matrix->matrix.set_bit(plane, data, threads);
+        matrix->matrix.set_bit(plane, data, arena == nullptr ? nullptr : &arena->arena, threads);
         return OTARO_OK;
     });
 }
@@ -243,10 +268,34 @@ int32_t otaro_session_set_fine(otaro_session* session, int32_t fine) {
     return OTARO_OK;
 }
 
-int32_t otaro_session_bytes(const otaro_session* session, int64_t* cache, int64_t* work) {
-    if (session == nullptr || cache == nullptr || work == nullptr) return OTARO_ERROR_ARGUMENT;
-    *cache = session->session.cache_bytes();
-    *work = session->session.bytes() - *cache;
+int32_t otaro_session_size(const otaro_model* model, int32_t group_size, int64_t context, int32_t cache_mantissa,
+                           int32_t threads, int64_t* cache, int64_t* work) {
+    return guarded([&]() -> int {
+        if (model == nullptr || cache == nullptr || work == nullptr) return OTARO_ERROR_ARGUMENT;
+        const otaro_format format{OTARO_NESTED, group_size, 0, 0};
+        if (check_format(&format) != OTARO_OK || !within(context, kMostRows)) return OTARO_ERROR_ARGUMENT;
+        if (cache_mantissa != 0 && !valid_mantissa(cache_mantissa)) return OTARO_ERROR_ARGUMENT;
+        if (threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
+        const Session::Sizes sizes = Session::sizes(model->model, group_size, context, cache_mantissa, threads);
+        *cache = sizes.cache;
+        *work = sizes.work;
+        return OTARO_OK;
+    });
+}
+
+int32_t otaro_session_bytes(const otaro_session* session, int64_t* cache, int64_t* whole_cache, int64_t* work) {
+    if (session == nullptr || cache == nullptr || whole_cache == nullptr || work == nullptr)
+        return OTARO_ERROR_ARGUMENT;
+    const Session::Sizes sizes = session->session.sizes();
+    *cache = session->session.cache_in_use();
+    *whole_cache = sizes.cache;
+    *work = sizes.work;
+    return OTARO_OK;
+}
+
+int32_t otaro_session_release(otaro_session* session, int64_t length) {
+    if (session == nullptr || length < 0) return OTARO_ERROR_ARGUMENT;
+    session->session.release(length);
     return OTARO_OK;
 }
 

@@ -1,22 +1,10 @@
 #include "matrix.h"
 
-#include <cstdlib>
-#include <new>
-#include <sys/mman.h>
-
 #include "threads.h"
 
 namespace otaro {
 namespace {
 
-constexpr int64_t kAlignment = 64;
-#if defined(OTARO_SANITIZE) // nothing mapped and not a byte too many: an access behind the end must be seen
-constexpr int64_t kMapFrom = INT64_MAX;
-constexpr bool kExact = true;
-#else
-constexpr int64_t kMapFrom = int64_t{1} << 20;
-constexpr bool kExact = false;
-#endif
 constexpr int64_t kTileGrain = 8;
 
 // Every fourth bit of a word, from the lowest on, as one byte.
@@ -29,44 +17,39 @@ uint8_t every_fourth(uint32_t word) {
 
 } // namespace
 
-std::pair<void*, Freed> allocate_bytes(int64_t bytes) {
-    const int64_t size = kExact ? bytes : (bytes + kAlignment) / kAlignment * kAlignment;
-    if (size >= kMapFrom) {
-        void* const memory =
-            mmap(nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-        if (memory == MAP_FAILED) throw std::bad_alloc();
-#if defined(__linux__)
-        // Fewer and larger pages: weights are read from end to end for every token.
-        madvise(memory, static_cast<size_t>(size), MADV_HUGEPAGE);
-#endif
-        return {memory, Freed{size}};
-    }
-    void* memory = nullptr;
-    if (posix_memalign(&memory, kAlignment, static_cast<size_t>(size)) != 0) throw std::bad_alloc();
-    memset(memory, 0, static_cast<size_t>(size));
-    return {memory, Freed{}};
+Tiles tiles_of(int64_t rows, int64_t columns, int group_size) {
+    Tiles tiles{};
+    tiles.rows = rows;
+    tiles.columns = columns;
+    tiles.groups = (columns + group_size - 1) / group_size;
+    tiles.group_blocks = group_size / kBlockColumns;
+    tiles.blocks = tiles.groups * tiles.group_blocks;
+    tiles.tiles = (rows + kTileRows - 1) / kTileRows;
+    return tiles;
 }
 
-void Freed::operator()(void* memory) const {
-    if (mapped > 0) {
-        munmap(memory, static_cast<size_t>(mapped));
-    } else {
-        std::free(memory);
-    }
+namespace {
+
+int64_t base_bytes(const Tiles& tiles) { return tiles.tiles * tiles.blocks * kBaseBytes; }
+int64_t scale_bytes(const Tiles& tiles) { return tiles.tiles * tiles.groups * kTileRows; }
+int64_t plane_bytes(const Tiles& tiles) { return tiles.tiles * tiles.blocks * kPlaneBytes; }
+
+Memory<uint8_t> plane_memory(Arena* arena, int64_t bytes) { return owned<uint8_t>(Arena::allocate(arena, bytes)); }
+
+} // namespace
+
+int64_t tiles_bytes(const Tiles& tiles, int mantissa) {
+    return aligned(base_bytes(tiles)) + aligned(scale_bytes(tiles)) +
+           (mantissa - kNarrowest) * aligned(plane_bytes(tiles));
 }
 
-Matrix::Matrix(int64_t rows, int64_t columns, int group_size) : group_size_(group_size) {
-    tiles_.rows = rows;
-    tiles_.columns = columns;
-    tiles_.groups = (columns + group_size - 1) / group_size;
-    tiles_.group_blocks = group_size / kBlockColumns;
-    tiles_.blocks = tiles_.groups * tiles_.group_blocks;
-    tiles_.tiles = (rows + kTileRows - 1) / kTileRows;
-}
+Matrix::Matrix(int64_t rows, int64_t columns, int group_size)
+    : tiles_(tiles_of(rows, columns, group_size)), group_size_(group_size) {}
 
-void Matrix::set_base(const uint8_t* base, const uint8_t* exponent, const uint8_t* polarity, int threads) {
-    if (!base_) base_ = allocate<uint8_t>(tiles_.tiles * tiles_.blocks * kBaseBytes);
-    if (!scale_) scale_ = allocate<uint8_t>(tiles_.tiles * tiles_.groups * kTileRows);
+void Matrix::set_base(const uint8_t* base, const uint8_t* exponent, const uint8_t* polarity, Arena* arena,
+                      int threads) {
+    if (!base_) base_ = plane_memory(arena, base_bytes(tiles_));
+    if (!scale_) scale_ = plane_memory(arena, scale_bytes(tiles_));
     auto body = [&](int64_t first, int64_t last) {
         for (int64_t row = first * kTileRows; row < last * kTileRows && row < tiles_.rows; ++row) {
             const int64_t tile = row / kTileRows, place = row % kTileRows;
@@ -97,8 +80,8 @@ void Matrix::set_base(const uint8_t* base, const uint8_t* exponent, const uint8_
     tiles_.scale = scale_.get();
 }
 
-void Matrix::set_bit(int plane, const uint8_t* bits, int threads) {
-    Memory<uint8_t> memory = allocate<uint8_t>(plane_bytes());
+void Matrix::set_bit(int plane, const uint8_t* bits, Arena* arena, int threads) {
+    Memory<uint8_t> memory = plane_memory(arena, plane_bytes(tiles_));
     auto body = [&](int64_t first, int64_t last) {
         for (int64_t row = first * kTileRows; row < last * kTileRows && row < tiles_.rows; ++row) {
             for (int64_t block = 0; block < tiles_.blocks; ++block) {
@@ -129,12 +112,9 @@ bool Matrix::holds(int mantissa) const {
 }
 
 int64_t Matrix::bytes() const {
-    int64_t total = 0;
-    if (tiles_.base != nullptr) {
-        total += tiles_.tiles * (tiles_.blocks * kBaseBytes + tiles_.groups * kTileRows);
-    }
+    int64_t total = tiles_.base == nullptr ? 0 : tiles_bytes(tiles_, kNarrowest);
     for (const uint8_t* plane : tiles_.bits) {
-        if (plane != nullptr) total += plane_bytes();
+        if (plane != nullptr) total += aligned(plane_bytes(tiles_));
     }
     return total;
 }

@@ -1,34 +1,23 @@
 // A packed matrix as the engine keeps it (see tiles.h): planes come and go, the base stays.
 #pragma once
 
-#include <memory>
-#include <utility>
-
+#include "memory.h"
 #include "tiles.h"
 
 namespace otaro {
 
-// Memory that is zero at first and lies on a border of cache lines. Large pieces are mapped: they take no real memory
-// until they are written to, so a long context costs nothing before it is used.
-struct Freed {
-    int64_t mapped = 0; // bytes, 0 for memory of the heap
-    void operator()(void* memory) const;
-};
-template <class T> using Memory = std::unique_ptr<T[], Freed>;
-
-std::pair<void*, Freed> allocate_bytes(int64_t bytes); // throws std::bad_alloc
-template <class T> Memory<T> allocate(int64_t count) {
-    const auto [memory, freed] = allocate_bytes(count * static_cast<int64_t>(sizeof(T)));
-    return Memory<T>(static_cast<T*>(memory), freed);
-}
+// The sizes of a matrix in tiles; it holds nothing yet.
+Tiles tiles_of(int64_t rows, int64_t columns, int group_size);
+// Bytes of memory of all planes that a width reads.
+int64_t tiles_bytes(const Tiles& tiles, int mantissa);
 
 class Matrix {
   public:
     Matrix(int64_t rows, int64_t columns, int group_size);
 
-    // From the planes of a file; sizes have been checked.
-    void set_base(const uint8_t* base, const uint8_t* exponent, const uint8_t* polarity, int threads);
-    void set_bit(int plane, const uint8_t* bits, int threads);
+    // From the planes of a file; sizes have been checked. Without an arena, or room in it, planes have memory of their own.
+    void set_base(const uint8_t* base, const uint8_t* exponent, const uint8_t* polarity, Arena* arena, int threads);
+    void set_bit(int plane, const uint8_t* bits, Arena* arena, int threads);
     void drop_bit(int plane);
 
     bool holds(int mantissa) const;
@@ -39,8 +28,6 @@ class Matrix {
     void row(int64_t index, int mantissa, float* values) const;
 
   private:
-    int64_t plane_bytes() const { return tiles_.tiles * tiles_.blocks * kPlaneBytes; }
-
     Tiles tiles_{};
     int group_size_;
     Memory<uint8_t> base_, scale_, bits_[OTARO_BIT_PLANES];

@@ -83,14 +83,19 @@ bool Model::complete() const {
 // Bytes of the keys of a layer, or scores, far beyond any machine, so that no product of sizes overflows.
 constexpr int64_t kMostCached = int64_t{1} << 44;
 
-template <class T> Memory<T> Session::room(int64_t count) {
-    bytes_ += count * static_cast<int64_t>(sizeof(T));
-    return allocate<T>(count);
+template <class T> Memory<T> Session::room(int64_t count, Bytes (*take)(int64_t bytes)) {
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    bytes_ += bytes;
+    return counting_ ? Memory<T>() : owned<T>(take(bytes));
 }
 
 Session::Session(const Model& model, int64_t context, int cache_mantissa, const EngineKernels& kernels)
+    : Session(model, model.group_blocks * kBlockColumns, context, cache_mantissa, kernels, false) {}
+
+Session::Session(const Model& model, int group_size, int64_t context, int cache_mantissa, const EngineKernels& kernels,
+                 bool counting)
     : model_(model), kernels_(kernels), context_(context), capacity_(round_up(context, kKeyBlock)),
-      cache_(cache_layout(cache_mantissa, static_cast<int>(model.head_dimension))) {
+      cache_(cache_layout(cache_mantissa, static_cast<int>(model.head_dimension))), counting_(counting) {
     const int64_t heads_per_key = model.heads / model.kv_heads;
     int64_t cached, scores;
     if (__builtin_mul_overflow(model.kv_heads * cache_.row_bytes, capacity_, &cached) || cached > kMostCached ||
@@ -108,15 +113,15 @@ Session::Session(const Model& model, int64_t context, int cache_mantissa, const 
     up_ = room<float>(kMostTokens * model.intermediate);
     cosine_ = room<float>(kMostTokens * half);
     sine_ = room<float>(kMostTokens * half);
-    const auto look_at = [&](const Matrix* matrix) {
-        widest_ = std::max(widest_, padded_columns(matrix->tiles()));
-        scratch_bytes_ = std::max(scratch_bytes_, product_scratch(matrix->tiles()));
-    };
-    look_at(model.whole.matrices[OTARO_HEAD]);
-    for (const Layer& layer : model.layers) {
-        for (int role = OTARO_QUERY; role <= OTARO_DOWN; ++role) look_at(layer.matrices[role]);
-        keys_.push_back(room<uint8_t>(cached));
-        values_.push_back(room<uint8_t>(cached));
+    for (int role = OTARO_HEAD; role <= OTARO_DOWN; ++role) {
+        const auto [rows, columns] = model.shape(role);
+        const Tiles tiles = tiles_of(rows, columns, group_size);
+        widest_ = std::max(widest_, padded_columns(tiles));
+        scratch_bytes_ = std::max(scratch_bytes_, product_scratch(tiles));
+    }
+    for (size_t i = 0; i < model.layers.size(); ++i) {
+        keys_.push_back(room<uint8_t>(cached, reserve_bytes));
+        values_.push_back(room<uint8_t>(cached, reserve_bytes));
         cache_bytes_ += 2 * cached;
     }
     quantized_.coarse = room<int8_t>(kMostTokens * widest_);
@@ -127,14 +132,38 @@ Session::Session(const Model& model, int64_t context, int cache_mantissa, const 
     score_count_ = attention_scratch(cache_, capacity_, heads_per_key);
 }
 
-void Session::reserve_scratch(int threads) {
-    while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(room<uint8_t>(scratch_bytes_));
-    while (static_cast<int>(scores_.size()) < threads) scores_.push_back(room<float>(score_count_));
+Session::Sizes Session::sizes(const Model& model, int group_size, int64_t context, int cache_mantissa, int threads) {
+    Session counted(model, group_size, context, cache_mantissa, *engine_kernels_ref, true);
+    counted.reserve_scratch(threads);
+    counted.room<float>(model.vocabulary); // for drafts
+    return counted.sizes();
 }
 
-// Whether a product takes its activations in 16 bits, if not all are to. Next to weights of 8 or 9 bits, 8 would show. At narrower widths
-// they cost perplexity (0.5 % on SmolLM2) mostly through attention and the head, a small part of all products. A draft is
-// checked anyway.
+void Session::reserve_scratch(int threads) {
+    while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(room<uint8_t>(scratch_bytes_));
+    while (static_cast<int>(scores_.size()) < threads) scores_.push_back(room<float>(score_count_, reserve_bytes));
+}
+
+int64_t Session::cache_in_use() const {
+    const int64_t head = whole_pages(round_up(written_, kKeyBlock) * cache_.row_bytes);
+    return std::min(cache_bytes_, 2 * static_cast<int64_t>(model_.layers.size()) * model_.kv_heads * head);
+}
+
+void Session::release(int64_t length) {
+    length_ = std::min(length_, length);
+    if (length >= written_) return;
+    const int64_t from = round_up(length, kKeyBlock) * cache_.row_bytes, head = capacity_ * cache_.row_bytes;
+    for (const auto* const rows : {&keys_, &values_}) {
+        for (const Memory<uint8_t>& layer : *rows) {
+            for (int64_t h = 0; h < model_.kv_heads; ++h) give_back(layer.get() + h * head + from, head - from);
+        }
+    }
+    written_ = length;
+}
+
+// Whether a product takes its activations in 16 bits, if not all are to. Next to weights of 8 or 9 bits, 8 would show. At
+// narrower widths they cost perplexity (0.5 % on SmolLM2) mostly through attention and the head, a small part of all
+// products. A draft is checked anyway.
 bool Session::fine(int role, int mantissa) const {
     return !drafting_ && (fine_ || mantissa >= 7 || role == OTARO_QUERY || role == OTARO_HEAD);
 }
@@ -224,6 +253,7 @@ int Session::draft(int32_t token, int64_t position, const uint8_t* mantissa, int
 }
 
 void Session::run_tokens(Team& team, const int32_t* tokens, int64_t count, const uint8_t* mantissa) {
+    written_ = std::max(written_, position_ + count);
     const Matrix& embedding = *model_.whole.matrices[OTARO_EMBEDDING];
     const int64_t half = model_.head_dimension / 2;
     team.run(count, row_grain(count, 4 * model_.hidden), [&](int, int64_t first, int64_t last) {

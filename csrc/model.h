@@ -49,13 +49,20 @@ class Session {
     // `cache_mantissa` 0 keeps keys and values as float16.
     Session(const Model& model, int64_t context, int cache_mantissa, const EngineKernels& kernels);
 
+    struct Sizes {
+        int64_t cache, work; // bytes: keys and values of the whole context, and everything else
+    };
+    // What a session would take; the model needs no matrices for that.
+    static Sizes sizes(const Model& model, int group_size, int64_t context, int cache_mantissa, int threads);
+
     int run(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa, float* logits,
             int64_t logits_count, int threads);
     int draft(int32_t token, int64_t position, const uint8_t* mantissa, int64_t rows, float margin, int32_t* drafts,
               int64_t* count, int threads);
     void set_fine(bool fine) { fine_ = fine; }
-    int64_t bytes() const { return bytes_; }
-    int64_t cache_bytes() const { return cache_bytes_; }
+    void release(int64_t length); // forgets positions from `length` on and gives their memory back
+    Sizes sizes() const { return {cache_bytes_, bytes_ - cache_bytes_}; }
+    int64_t cache_in_use() const; // bytes of the cache that have been written to and not been given back
     const Model& model() const { return model_; }
 
   private:
@@ -64,6 +71,9 @@ class Session {
         Memory<int16_t> words;
         Memory<float> scale, offset;
     };
+
+    Session(const Model& model, int group_size, int64_t context, int cache_mantissa, const EngineKernels& kernels,
+            bool counting);
 
     int check(const int32_t* tokens, int64_t count, int64_t position, const uint8_t* mantissa) const;
     bool fine(int role, int mantissa) const;
@@ -77,14 +87,16 @@ class Session {
                            int mantissa);
     void multiply(Team& team, std::initializer_list<Product> products);
     void reserve_scratch(int threads);
-    template <class T> Memory<T> room(int64_t count);
+    template <class T> Memory<T> room(int64_t count, Bytes (*take)(int64_t bytes) = allocate_bytes);
 
     const Model& model_;
     const EngineKernels& kernels_;
     int64_t context_, capacity_;
     Cache cache_;
     int64_t length_ = 0, position_ = 0; // positions filled; the first of those being run
+    int64_t written_ = 0;               // positions whose memory has been taken
     bool drafting_ = false, fine_ = false;
+    bool counting_; // bytes, without taking them
     int64_t bytes_ = 0, cache_bytes_ = 0;
     int64_t scratch_bytes_ = 0, score_count_ = 0, widest_ = 0;
     Memory<float> x_, normed_, query_, key_, value_, attended_, gate_, up_, cosine_, sine_, draft_logits_;

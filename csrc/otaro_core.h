@@ -18,7 +18,7 @@
 
 #include <stdint.h>
 
-#define OTARO_ABI_VERSION 5
+#define OTARO_ABI_VERSION 6
 #define OTARO_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus

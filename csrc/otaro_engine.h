@@ -14,24 +14,37 @@
 extern "C" {
 #endif
 
+typedef struct otaro_arena otaro_arena;
 typedef struct otaro_matrix otaro_matrix;
 typedef struct otaro_model otaro_model;
 typedef struct otaro_session otaro_session;
 
 /* ---- matrices --------------------------------------------------------------------------------------------------- */
 
+/* Memory for planes that come and go together, such as those of one bit of all matrices: `bytes` of it in one piece, which
+ * goes back to the system with the last of the planes in it, and not before the arena has been destroyed. Calls that use
+ * an arena may not run at the same time. */
+OTARO_API int32_t otaro_arena_create(int64_t bytes, otaro_arena** arena);
+OTARO_API void otaro_arena_destroy(otaro_arena* arena);
+
+/* Bytes of memory of all planes of a matrix that a width reads. */
+OTARO_API int32_t otaro_matrix_size(const otaro_format* format, int64_t rows, int64_t columns, int32_t mantissa,
+                                    int64_t* bytes);
+
 /* `format` must be of the scheme OTARO_NESTED. */
 OTARO_API int32_t otaro_matrix_create(const otaro_format* format, int64_t rows, int64_t columns, otaro_matrix** matrix);
 OTARO_API void otaro_matrix_destroy(otaro_matrix* matrix);
 
-/* Base, exponents and polarity from `planes`, whose bit planes are not looked at. */
-OTARO_API int32_t otaro_matrix_set_base(otaro_matrix* matrix, const otaro_planes* planes, int32_t threads);
+/* Base, exponents and polarity from `planes`, whose bit planes are not looked at. They lie in `arena` if it is not null and
+ * has room, otherwise in memory of their own. */
+OTARO_API int32_t otaro_matrix_set_base(otaro_matrix* matrix, const otaro_planes* planes, otaro_arena* arena,
+                                        int32_t threads);
 
 /* The plane of bit 4 ... 8 of each code; null takes it away and frees it. */
 OTARO_API int32_t otaro_matrix_set_bit(otaro_matrix* matrix, int32_t bit, const uint8_t* data, int64_t bytes,
-                                       int32_t threads);
+                                       otaro_arena* arena, int32_t threads);
 
-/* Bytes of memory the planes take. */
+/* Bytes of memory of the planes that are there. */
 OTARO_API int32_t otaro_matrix_bytes(const otaro_matrix* matrix, int64_t* bytes);
 
 /* y[b, n] = bias[n] + sum over k of x[b, k] * W[n, k]; x is rounded to 8 bits of the largest of 32, or to 16 if `fine`.
@@ -98,8 +111,17 @@ OTARO_API int32_t otaro_session_create(const otaro_model* model, int64_t context
 OTARO_API void otaro_session_destroy(otaro_session* session);
 /* With `fine` not 0 every product takes its activations in 16 bits: slower, and nearer to exact arithmetic. */
 OTARO_API int32_t otaro_session_set_fine(otaro_session* session, int32_t fine);
-/* Bytes of memory that keys and values take once the context is full, and everything else a session has. */
-OTARO_API int32_t otaro_session_bytes(const otaro_session* session, int64_t* cache, int64_t* work);
+/* Bytes of memory that a session would take once the context is full: keys and values, and everything else. The model needs
+ * no matrices yet; `group_size` is theirs. */
+OTARO_API int32_t otaro_session_size(const otaro_model* model, int32_t group_size, int64_t context,
+                                     int32_t cache_mantissa, int32_t threads, int64_t* cache, int64_t* work);
+/* Bytes of memory that keys and values take now, once the context is full, and everything else a session has. They grow
+ * with the text, page by page. */
+OTARO_API int32_t otaro_session_bytes(const otaro_session* session, int64_t* cache, int64_t* whole_cache,
+                                      int64_t* work);
+
+/* Forgets the positions from `length` on and gives the memory of their keys and values back to the system. */
+OTARO_API int32_t otaro_session_release(otaro_session* session, int64_t length);
 
 /* What a coded cache makes of keys or values: rows of `dimension` floats through codes of a width and back, to the same bits
  * with every `isa`. */

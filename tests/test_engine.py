@@ -612,8 +612,8 @@ def test_matrices_must_fit_their_place(engine: Engine) -> None:
     handle = engine.weights.model.handle
     for layer, role, error in ((0, 2, 2), (0, 9, 1), (0, -1, 1), (99, 2, 4), (-1, 2, 4), (1, 0, 4)):
         assert library.otaro_model_set_matrix(handle, layer, role, matrix.handle) == error
-    assert library.otaro_matrix_set_bit(matrix.handle, 4, planes.bits[0].data_ptr(), 1, 1) == 2
-    assert library.otaro_matrix_set_bit(matrix.handle, 9, None, 0, 1) == 1
+    assert library.otaro_matrix_set_bit(matrix.handle, 4, planes.bits[0].data_ptr(), 1, None, 1) == 2
+    assert library.otaro_matrix_set_bit(matrix.handle, 9, None, 0, None, 1) == 1
     with pytest.raises(RuntimeError):
         Matrix(planes, (10**9, 10**9), Format(), threads=1)
     with pytest.raises(RuntimeError):

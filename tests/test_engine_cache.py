@@ -115,8 +115,8 @@ def test_a_cache_takes_the_memory_its_codes_need(folder: Path) -> None:
     blocks, groups = -(-shape.head_dimension // 32), -(-shape.head_dimension // GROUP)
     for precision in Precision:
         memory = Engine(folder, context=60, kv_cache=precision).memory
-        assert memory["cache"] == rows * (blocks * 4 * (1 + precision.mantissa) + groups)
-    assert Engine(folder, context=60).memory["cache"] == rows * 2 * (-(-shape.head_dimension // 16) * 16)
+        assert memory["full_cache"] == rows * (blocks * 4 * (1 + precision.mantissa) + groups)
+    assert Engine(folder, context=60).memory["full_cache"] == rows * 2 * (-(-shape.head_dimension // 16) * 16)
     assert Engine(folder, context=60).kv_cache is None
 
 

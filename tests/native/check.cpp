@@ -72,7 +72,7 @@ struct Matrix {
         planes.polarity = polarity.data();
         planes.polarity_bytes = static_cast<int64_t>(polarity.size());
         require(otaro_matrix_create(&format, rows, columns, &handle) == OTARO_OK, "matrix_create");
-        require(otaro_matrix_set_base(handle, &planes, 2) == OTARO_OK, "set_base");
+        require(otaro_matrix_set_base(handle, &planes, nullptr, 2) == OTARO_OK, "set_base");
         for (int bit = 4; bit <= 8; ++bit) set(bit);
     }
     Matrix(const Matrix&) = delete;
@@ -82,9 +82,9 @@ struct Matrix {
     void set(int bit) {
         const std::vector<uint8_t>& plane = bits[bit - 4];
         const int64_t size = static_cast<int64_t>(plane.size());
-        require(otaro_matrix_set_bit(handle, bit, plane.data(), size, 2) == OTARO_OK, "set_bit");
+        require(otaro_matrix_set_bit(handle, bit, plane.data(), size, nullptr, 2) == OTARO_OK, "set_bit");
     }
-    void drop(int bit) { require(otaro_matrix_set_bit(handle, bit, nullptr, 0, 1) == OTARO_OK, "drop_bit"); }
+    void drop(int bit) { require(otaro_matrix_set_bit(handle, bit, nullptr, 0, nullptr, 1) == OTARO_OK, "drop_bit"); }
 };
 
 constexpr int64_t kLayers = 2, kHeads = 4, kKvHeads = 2, kDimension = 18, kVocabulary = 90, kContext = 64;

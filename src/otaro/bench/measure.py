@@ -136,7 +136,7 @@ def measure(
                 precision,
                 8 * size / packed,
                 size,
-                loaded.memory["cache"],
+                loaded.memory["full_cache"],
                 load_seconds,
                 speed,
                 read,

@@ -157,11 +157,15 @@ class Engine:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes taken by the packed weights, by keys and values of a full context, and by working memory."""
-        cache, work = self._session.nbytes
+        """Bytes of memory: `weights`, `cache` (keys and values of the text so far), `work`; and `full_cache`.
+
+        The cache grows with the text and reaches `full_cache` when the context is full. What Python and its libraries
+        take besides is not in here.
+        """
+        cache, full_cache, work = self._session.nbytes
         with self._live.running:
             weights = self.weights.nbytes
-        return {"weights": weights, "cache": cache, "work": work}
+        return {"weights": weights, "cache": cache, "full_cache": full_cache, "work": work}
 
     def logits(self, tokens: Sequence[int], precision: Precision | str | None = None) -> Logits:
         """The logits after each token of a text, [tokens, vocabulary]."""
@@ -169,6 +173,7 @@ class Engine:
         self._check_prompt(ids, 0)
         with self._turn():
             self._held = []
+            self._session.expect(len(ids))
             return self.run(ids, 0, self._widths(precision), logits=len(ids))
 
     @cached_property
@@ -242,8 +247,9 @@ class Engine:
         reuse: bool,
     ) -> Generator[int, None, None]:
         with self._turn():
-            logits = self._prefill(text, prefill, reuse)
             limit = len(text) + max_new_tokens
+            self._session.expect(limit)
+            logits = self._prefill(text, prefill, reuse)
             fresh = [sampler.pick(logits, text)]
             guessing, self.speculation = (Repetition(), Rests()), Counts()
             while True:

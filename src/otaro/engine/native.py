@@ -32,10 +32,13 @@ _INT, _LONG, _DATA = cpu.INT, cpu.LONG, ctypes.c_void_p
 _INDEX, _PLANES, _NO_MEMORY = 4, 6, 7
 NOT_LOADED = "that precision is not loaded: raise the model to it first"
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "otaro_arena_create": (_LONG, _DATA),
+    "otaro_arena_destroy": (_DATA,),
+    "otaro_matrix_size": (_DATA, _LONG, _LONG, _INT, _DATA),
     "otaro_matrix_create": (_DATA, _LONG, _LONG, _DATA),
     "otaro_matrix_destroy": (_DATA,),
-    "otaro_matrix_set_base": (_DATA, _DATA, _INT),
-    "otaro_matrix_set_bit": (_DATA, _INT, _DATA, _LONG, _INT),
+    "otaro_matrix_set_base": (_DATA, _DATA, _DATA, _INT),
+    "otaro_matrix_set_bit": (_DATA, _INT, _DATA, _LONG, _DATA, _INT),
     "otaro_matrix_bytes": (_DATA, _DATA),
     "otaro_matrix_multiply": (_DATA, _INT, _DATA, _LONG, _LONG, _DATA, _LONG, _DATA, _LONG, _INT, _INT, _INT),
     "otaro_model_create": (_DATA, _DATA),
@@ -45,7 +48,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "otaro_session_create": (_DATA, _LONG, _INT, _INT, _DATA),
     "otaro_session_destroy": (_DATA,),
     "otaro_session_set_fine": (_DATA, _INT),
-    "otaro_session_bytes": (_DATA, _DATA, _DATA),
+    "otaro_session_size": (_DATA, _INT, _LONG, _INT, _INT, _DATA, _DATA),
+    "otaro_session_release": (_DATA, _LONG),
+    "otaro_session_bytes": (_DATA, _DATA, _DATA, _DATA),
     "otaro_cache_round": (_INT, _DATA, _LONG, _LONG, _LONG, _DATA, _LONG, _INT),
     "otaro_session_draft": (_DATA, _INT, _LONG, _DATA, _LONG, _LONG, ctypes.c_float, _DATA, _LONG, _DATA, _INT),
     "otaro_read": (_DATA, _LONG, _DATA, _INT),
@@ -114,10 +119,19 @@ class _CConfig(ctypes.Structure):
     )
 
 
+class Arena:
+    """Room for planes that come and go together, in one piece: it goes back to the system with the last of them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.handle = _create(self, "otaro_arena", nbytes)
+
+
 class Matrix:
     """A packed matrix in the engine's own memory. It takes copies: the planes given to it may go."""
 
-    def __init__(self, planes: Planes, shape: Sequence[int], format: Format, threads: int) -> None:
+    def __init__(
+        self, planes: Planes, shape: Sequence[int], format: Format, threads: int, arena: Arena | None = None
+    ) -> None:
         rows, self.columns = shape
         self.rows = rows
         self.group_size = format.group_size
@@ -130,22 +144,26 @@ class Matrix:
             planes.exponent.contiguous(),
             None if planes.polarity is None else planes.polarity.contiguous(),
         )
-        _check(_library().otaro_matrix_set_base(self.handle, ctypes.byref(cpu.c_planes(contiguous)), threads))
+        home = None if arena is None else arena.handle
+        _check(_library().otaro_matrix_set_base(self.handle, ctypes.byref(cpu.c_planes(contiguous)), home, threads))
         for bit, plane in enumerate(planes.bits, NARROWEST.mantissa + 1):
-            self.set_bit(bit, plane)
+            self.set_bit(bit, plane, arena)
 
-    def set_bit(self, bit: int, plane: Tensor) -> None:
+    def set_bit(self, bit: int, plane: Tensor, arena: Arena | None = None) -> None:
         """Take in the plane of one more bit."""
-        data = plane.contiguous()
-        _check(_library().otaro_matrix_set_bit(self.handle, bit, data.data_ptr(), data.numel(), self._threads))
+        data, home = plane.contiguous(), None if arena is None else arena.handle
+        _check(_library().otaro_matrix_set_bit(self.handle, bit, data.data_ptr(), data.numel(), home, self._threads))
 
     def drop_bit(self, bit: int) -> None:
         """Free the plane of a bit, if it is there."""
-        _check(_library().otaro_matrix_set_bit(self.handle, bit, None, 0, 1))
+        _check(_library().otaro_matrix_set_bit(self.handle, bit, None, 0, None, 1))
 
     @property
     def nbytes(self) -> int:
-        return _count("otaro_matrix_bytes", self.handle)
+        """Bytes of memory of the planes that are there."""
+        value = ctypes.c_int64()
+        _check(_library().otaro_matrix_bytes(self.handle, ctypes.byref(value)))
+        return value.value
 
     def multiply(
         self, x: Tensor, precision: Precision, *, fine: bool = False, threads: int = 1, isa: str | None = None
@@ -212,17 +230,19 @@ class Session:
         self.context = whole("context", context, 1, MOST_CONTEXT)
         self.length = 0
         """Tokens whose keys and values are held."""
+        self._longest = 0  # of the texts since memory was last given back
         self._model = model
         width = 0 if cache is None else cache.mantissa
         self.handle = _create(self, "otaro_session", model.handle, context, width, cpu.isa_number(isa))
         _check(_library().otaro_session_set_fine(self.handle, fine))
 
     @property
-    def nbytes(self) -> tuple[int, int]:
-        """Bytes that keys and values take once the context is full, and all the rest."""
-        cache, work = ctypes.c_int64(), ctypes.c_int64()
-        _check(_library().otaro_session_bytes(self.handle, ctypes.byref(cache), ctypes.byref(work)))
-        return cache.value, work.value
+    def nbytes(self) -> tuple[int, int, int]:
+        """Bytes that keys and values take now, that they take once the context is full, and of all the rest."""
+        sizes = [ctypes.c_int64() for _ in range(3)]
+        _check(_library().otaro_session_bytes(self.handle, *map(ctypes.byref, sizes)))
+        cache, whole_cache, work = (size.value for size in sizes)
+        return cache, whole_cache, work
 
     def run(self, tokens: Sequence[int], position: int, widths: bytes, *, threads: int, logits: int = 1) -> Logits:
         """Run tokens from a position on, forgetting what lay there and behind; the last rows of logits.
@@ -239,7 +259,17 @@ class Session:
         )
         _check(error, NOT_LOADED)
         self.length = position + len(ids)
+        self._longest = max(self._longest, self.length)
         return result
+
+    def expect(self, length: int) -> None:
+        """Give memory back if the text at hand will be no longer than this, and one before it was twice as long.
+
+        Where texts are of about one size it is kept for the next one.
+        """
+        if 2 * length <= self._longest:
+            _check(_library().otaro_session_release(self.handle, length))
+            self.length, self._longest = min(self.length, length), length
 
     def draft(
         self, token: int, position: int, widths: bytes, *, most: int, rows: int, margin: float, threads: int
@@ -276,6 +306,30 @@ class Session:
         if position > self.length:
             raise ValueError(f"position {position} leaves a gap: {self.length} tokens are held")
         return ids
+
+
+def matrix_size(shape: Sequence[int], format: Format, precision: Precision) -> int:
+    """Bytes of memory that the planes of a matrix take which a width reads."""
+    value = ctypes.c_int64()
+    format_ = cpu.c_format(format)
+    _check(
+        _library().otaro_matrix_size(ctypes.byref(format_), *shape, precision.mantissa, ctypes.byref(value)),
+    )
+    return value.value
+
+
+def session_size(
+    model: Model, format: Format, context: int, *, cache: Precision | None = None, threads: int
+) -> tuple[int, int]:
+    """Bytes that a session would take once its context is full: keys and values, and all the rest.
+
+    The model may be without its matrices.
+    """
+    sizes = [ctypes.c_int64() for _ in range(2)]
+    width = 0 if cache is None else cache.mantissa
+    arguments = (model.handle, format.group_size, context, width, threads)
+    _check(_library().otaro_session_size(*arguments, *map(ctypes.byref, sizes)))
+    return sizes[0].value, sizes[1].value
 
 
 def read(data: NDArray[numpy.uint64], threads: int) -> int:
@@ -316,12 +370,6 @@ def _create(owner: object, kind: str, *arguments: Any) -> ctypes.c_void_p:
     _check(getattr(library, f"{kind}_create")(*arguments, ctypes.byref(handle)))
     weakref.finalize(owner, getattr(library, f"{kind}_destroy"), handle).atexit = False
     return handle
-
-
-def _count(function: str, handle: ctypes.c_void_p) -> int:
-    value = ctypes.c_int64()
-    _check(getattr(_library(), function)(handle, ctypes.byref(value)))
-    return value.value
 
 
 def _check(error: int, planes: str = "a plane is missing") -> None:

@@ -97,7 +97,8 @@ class NativeRunner:
 
     @property
     def memory(self) -> int:
-        return sum(self.engine.memory.values())
+        memory = self.engine.memory
+        return memory["weights"] + memory["cache"] + memory["work"]
 
     @property
     def context(self) -> int:

@@ -18,7 +18,7 @@ from otaro.engine.architecture import (
     read_shape,
     vector_place,
 )
-from otaro.engine.native import Matrix, MatrixRole, Model
+from otaro.engine.native import Arena, Matrix, MatrixRole, Model, matrix_size
 from otaro.errors import FormatError, PrecisionError
 from otaro.json_file import read_json
 from otaro.model_config import load_config
@@ -45,6 +45,7 @@ class Weights:
         self.model = Model(read_shape(self.folder, self.config))
         self._threads = threads
         self._matrices: dict[str, Matrix] = {}
+        self._shapes = {entry.name: entry.shape for entry in self.folder.entries if entry.floor is not None}
         self._floors = {entry.name: entry.floor for entry in self.folder.entries if entry.floor is not None}
         widths = self.folder.widths(self.precision)
         for number, width in enumerate(widths):
@@ -127,24 +128,26 @@ class Weights:
     def _load_first(self) -> None:
         """Base, exponents and the planes that floors need, and all that is not packed."""
         parts: dict[str, dict[str, Tensor]] = {}
-        shapes = {entry.name: entry.shape for entry in self.folder.entries}
+        plain = {entry.name for entry in self.folder.entries if entry.floor is None}
         wanted = 2 + self.folder.format.polarity
+        arena = Arena(packed_size(self.folder, NARROWEST))
         for key, tensor in self.folder.planes(NARROWEST):
             name, _, part = key.rpartition(".")
-            if key in shapes:
+            if key in plain:
                 self._set_vector(key, tensor)
                 continue
-            found = parts.setdefault(name, {})
-            found[part] = tensor
-            if len(found) == wanted + self._floor_bits(name):
-                bits = tuple(found[bit_name(bit)] for bit in _BITS.values() if bit_name(bit) in found)
-                planes = Planes(found[BASE], bits, found[EXPONENT], found.get(POLARITY))
-                matrix = Matrix(planes, shapes[name], self.folder.format, self._threads)
-                self._matrices[name] = matrix
-                place = matrix_place(name)
-                assert place is not None
-                self.model.set_matrix(*place, matrix)
-                del parts[name]
+            parts.setdefault(name, {})[part] = tensor
+            if len(parts[name]) == wanted + self._floor_bits(name):
+                self._set_matrix(name, parts.pop(name), arena)
+
+    def _set_matrix(self, name: str, found: Mapping[str, Tensor], arena: Arena) -> None:
+        bits = tuple(found[bit_name(bit)] for bit in _BITS.values() if bit_name(bit) in found)
+        planes = Planes(found[BASE], bits, found[EXPONENT], found.get(POLARITY))
+        matrix = Matrix(planes, self._shapes[name], self.folder.format, self._threads, arena)
+        self._matrices[name] = matrix
+        place = matrix_place(name)
+        assert place is not None
+        self.model.set_matrix(*place, matrix)
 
     def _floor_bits(self, name: str) -> int:
         floor = self._floors.get(name, NARROWEST)
@@ -156,12 +159,14 @@ class Weights:
         lock: AbstractContextManager[Any] = nullcontext(),
         wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
+        narrower = Precision.from_mantissa(width.mantissa - 1)
+        arena = Arena(packed_size(self.folder, width) - packed_size(self.folder, narrower))
         for key, plane in self.folder.planes(width):
             name, _, part = key.rpartition(".")
             with lock:
                 if not wanted():
                     return False
-                self._matrices[name].set_bit(_BITS[part], plane)
+                self._matrices[name].set_bit(_BITS[part], plane, arena)
         return True
 
     def _drop_bit(self, width: Precision, lock: AbstractContextManager[Any]) -> None:
@@ -183,6 +188,15 @@ class Weights:
             if not self.config.tie_word_embeddings:
                 raise FormatError(f"{self.folder.path} holds no {HEAD}: fetch it again")
             self.model.set_matrix(0, MatrixRole.HEAD, self.model.matrices[0, MatrixRole.EMBEDDING])
+
+
+def packed_size(folder: PackedFolder, precision: Precision) -> int:
+    """Bytes of memory that a folder's packed weights take, loaded up to a width."""
+    return sum(
+        matrix_size(entry.shape, folder.format, max(precision, entry.floor))
+        for entry in folder.entries
+        if entry.floor is not None
+    )
 
 
 def read_config(folder: PackedFolder) -> Any:
