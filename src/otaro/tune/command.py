@@ -134,7 +134,9 @@ def tune(
             "the best one is kept.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped or killed.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was stopped or killed, if it is not done.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Decides the order of the data and random widths.")] = 0,
     report_to: Annotated[str, typer.Option(help="Also report to tensorboard, wandb or another such tool.")] = "none",
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
