@@ -80,7 +80,7 @@ def _run(subject: Subject, windows: Tensor, widths: list[Width], on_window: Call
     others = [width for width in widths if width != subject.reference]
     for number, window in enumerate(windows, 1):
         sums = {width: dict.fromkeys(names, 0.0) for width in widths}
-        reference = None
+        expected = torch.empty(0)
         start = time.perf_counter()
         for first, width, logits in subject.backend.logits(window, [subject.reference, *others]):
             targets = window[first + 1 : first + 1 + len(logits)].to(logits.device)
@@ -88,9 +88,12 @@ def _run(subject: Subject, windows: Tensor, widths: list[Width], on_window: Call
             loss = summed_cross_entropy(logits, targets)
             seconds = time.perf_counter() - start
             if width == subject.reference:
-                reference = logits
+                expected = logits.float().log_softmax(-1)
+                compared = (0.0, float(len(logits)))
+            else:
+                compared = _compare(expected, logits)
             if width in sums:
-                for name, value in zip(names, (loss, seconds, *_compare(reference, logits)), strict=True):
+                for name, value in zip(names, (loss, seconds, *compared), strict=True):
                     sums[width][name] += value
             start = time.perf_counter()
         for width, values in sums.items():
@@ -100,18 +103,15 @@ def _run(subject: Subject, windows: Tensor, widths: list[Width], on_window: Call
     return result
 
 
-def _compare(reference: Tensor | None, logits: Tensor) -> tuple[float, float]:
-    """The summed divergence over some predictions, and at how many of them the likeliest token is the same."""
-    assert reference is not None, "the reference comes first"
-    if reference is logits:
-        return 0.0, float(len(logits))
+def _compare(expected: Tensor, logits: Tensor) -> tuple[float, float]:
+    """The summed divergence from log-probabilities, and at how many positions the likeliest token is the same."""
     divergence = torch.zeros((), dtype=torch.float64, device=logits.device)
     same = torch.zeros((), dtype=torch.int64, device=logits.device)
     for start in range(0, len(logits), POSITIONS_PER_SLICE):
         part = slice(start, start + POSITIONS_PER_SLICE)
-        expected, found = (values[part].float().log_softmax(-1) for values in (reference, logits))
-        divergence += (expected.exp() * (expected - found)).sum(-1).double().sum()
-        same += (expected.argmax(-1) == found.argmax(-1)).sum()
+        found = logits[part].float().log_softmax(-1)
+        divergence += (expected[part].exp() * (expected[part] - found)).sum(-1).double().sum()
+        same += (expected[part].argmax(-1) == found.argmax(-1)).sum()
     return float(divergence), float(same)
 
 
