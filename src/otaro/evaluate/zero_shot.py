@@ -21,6 +21,7 @@ from torch import Tensor
 
 import otaro
 from otaro.checkpoint.folder import Progress
+from otaro.errors import OtaroError
 from otaro.evaluate.backend import NativeBackend, TorchBackend
 from otaro.evaluate.parts import Parts
 from otaro.evaluate.perplexity import POSITIONS_PER_SLICE, context_length
@@ -31,6 +32,9 @@ from otaro.tokenizer import beginning, encode
 
 class Scorer:
     """What scores have in common: how far they are is reported, and tokens, the same at every width, are remembered."""
+
+    max_length: int
+    """The tokens that the model reads at once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -54,6 +58,11 @@ class Scorer:
         pair = (context, continuation)
         if pair not in self.encoded:
             self.encoded[pair] = super()._encode_pair(context, continuation)  # type: ignore[misc]
+            answer = len(self.encoded[pair][1])
+            if answer > self.max_length:
+                raise OtaroError(
+                    f"an answer of {answer} tokens does not fit the model's context of {self.max_length}: leave it out"
+                )
         return self.encoded[pair]
 
 
@@ -87,6 +96,7 @@ class NativeScorer(Scorer, TemplateLM):  # type: ignore[misc]
         Scorer.__init__(self, tokenizer)
         TemplateLM.__init__(self)
         self._backend = backend
+        self.max_length = context_length(backend)
         self._width: Width = None
 
     def set_width(self, width: Width) -> None:
@@ -102,9 +112,9 @@ class NativeScorer(Scorer, TemplateLM):  # type: ignore[misc]
         return self.eot_token_id if begin is None else int(begin)
 
     def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
-        limit = context_length(self._backend)
-        texts = [(context + continuation)[-(limit + 1) :] for _, context, continuation in requests]
-        longest = max(map(len, texts))
+        # The last token is not read; of what is too long the beginning is left out.
+        texts = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
+        longest = max(map(len, texts)) - 1
         answers: dict[int, tuple[float, bool]] = {}
         held: list[int] = []
         for number in sorted(range(len(texts)), key=texts.__getitem__):
