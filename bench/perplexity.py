@@ -2,6 +2,7 @@
 
     python bench/perplexity.py PACKED IDS.npy [--windows 24] [--seconds 1200] [--kv-cache float16,E5M8] [--json FILE]
     python bench/perplexity.py PACKED IDS.npy --against llama.cpp --json bench/perplexity.json
+    python bench/perplexity.py PACKED IDS.npy --eval --window 1024 --windows 3 --json bench/perplexity_eval.json
 
 IDS.npy holds the tokens of a text. Windows of it that do not overlap are drawn without repetition, the same in every
 run, so that builds of the library can be compared window by window. In each, every token but the first
@@ -26,6 +27,7 @@ from torch import Tensor
 import otaro
 from otaro.bench.llama_cpp import LlamaCpp
 from otaro.engine.engine import FLOAT16, Engine
+from otaro.evaluate.backend import NativeBackend
 from otaro.export import export_gguf
 from otaro.ops import cpu
 from otaro.precision import Precision, parse_precisions
@@ -38,6 +40,10 @@ def cross_entropy(logits: Tensor, ids: list[int]) -> float:
 
 def native(engine: Engine, precision: Precision) -> Callable[[list[int]], Tensor]:
     return lambda ids: torch.from_numpy(engine.logits(ids, precision))
+
+
+def evaluated(backend: NativeBackend, precision: Precision) -> Callable[[list[int]], Tensor]:
+    return lambda ids: torch.cat([logits for _, _, logits in backend.logits(torch.tensor(ids), [precision])])
 
 
 def reference(model: torch.nn.Module, precision: Precision) -> Callable[[list[int]], Tensor]:
@@ -64,6 +70,7 @@ def main() -> None:
     parser.add_argument("--precisions", default="all")
     parser.add_argument("--kv-cache", default=FLOAT16, help="one or several, with commas between them")
     parser.add_argument("--against", choices=["llama.cpp"], help="run each width's GGUF twin too")
+    parser.add_argument("--eval", action="store_true", help="run the engine as otaro eval does too")
     parser.add_argument("--no-torch", action="store_true", help="leave the reference out")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -80,12 +87,15 @@ def main() -> None:
         for cache in arguments.kv_cache.split(",")
     }
     model = None if arguments.no_torch else otaro.load(arguments.packed)
+    backend = NativeBackend(arguments.packed, max(precisions)) if arguments.eval else None
     twins = tempfile.TemporaryDirectory()
     for precision in precisions:
         if model is not None:
             ways[f"{precision} torch"] = reference(model, precision)
         for cache, engine in engines.items():
             ways[f"{precision} native {cache}"] = native(engine, precision)
+        if backend is not None:
+            ways[f"{precision} native in eval"] = evaluated(backend, precision)
         if arguments.against:
             place = Path(twins.name) / f"{precision}.gguf"
             ways[f"{precision} llama.cpp"] = twin(
