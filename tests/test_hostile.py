@@ -14,13 +14,16 @@ from typing import Any
 
 import architectures
 import pytest
+import torch
 from conftest import byte_tokenizer
 
 import otaro
 from otaro.checkpoint.writer import new_content, new_folder
 from otaro.cli import main
-from otaro.console import terminal_text
+from otaro.console import given_text, terminal_text
 from otaro.errors import OtaroError
+from otaro.generate import continue_tokens
+from otaro.generate import generate as generate_text
 from otaro.tokenizer import TemplateError, encode, load_tokenizer, render_chat, template, write_chat
 from otaro.tokenizer.files import check_described, is_quick
 
@@ -193,6 +196,72 @@ def test_a_tokenizer_that_cannot_be_used_is_one_sentence(
     assert capfd.readouterr().err == ""
 
 
+def test_a_tokenizer_beyond_the_model_is_one_sentence(
+    folder: Path, tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["model"]["vocab"]["h"] = 5000
+    plain = Path(shutil.copytree(tiny_llama, tmp_path / "plain"))
+    for path in (folder, plain):
+        (path / "tokenizer.json").write_text(json.dumps(described))
+    (tmp_path / "text").write_text("hello " * 20)
+    commands = [
+        ["generate", folder, "--prompt", "hello", "--backend", "native"],
+        ["generate", folder, "--prompt", "hello", "--backend", "transformers"],
+        ["eval", folder, "--text", tmp_path / "text", "--precisions", "E5M3"],
+        ["eval", plain, "--text", tmp_path / "text", "--precisions", "E5M3"],
+        ["export", folder, tmp_path / "out.gguf", "--precision", "E5M3"],
+        [
+            "tune",
+            plain,
+            tmp_path / "out",
+            "--data",
+            tmp_path / "text",
+            "--sequence-length",
+            "8",
+            "--steps",
+            "1",
+            "--cpu",
+        ],
+    ]
+    for command in commands:
+        assert main([str(argument) for argument in command]) == 2, command
+        assert "5000" in one_sentence(capfd)
+
+
+def test_a_tokenizer_that_cannot_be_exported_leaves_nothing(
+    gguf_ready: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(gguf_ready, tmp_path / "packed"))
+    good = (folder / "tokenizer_config.json").read_text()
+    described = json.loads((folder / "tokenizer.json").read_text())
+    for name, content in (
+        ("tokenizer_config.json", good[:50]),
+        ("tokenizer_config.json", "[1]"),
+        ("tokenizer.json", json.dumps({**described, "added_tokens": [{"content": []}]})),
+        ("tokenizer.json", json.dumps({**described, "added_tokens": [{"content": "a", "id": -1}]})),
+    ):
+        (folder / "tokenizer_config.json").write_text(good)
+        (folder / name).write_text(content)
+        assert main(["export", str(folder), str(tmp_path / "out.gguf"), "--precision", "E5M3"]) == 2
+        one_sentence(capfd)
+        assert [path.name for path in tmp_path.iterdir()] == ["packed"]
+
+
+def test_what_a_caller_raises_comes_out_as_it_is(packed_llama: Path) -> None:
+    class Stopped(Exception):  # noqa: N818
+        pass
+
+    def stop(text: str) -> None:
+        raise Stopped(text)
+
+    model, tokenizer = otaro.load(packed_llama), load_tokenizer(packed_llama)
+    with pytest.raises(Stopped):
+        generate_text(model, tokenizer, "hello", max_new_tokens=40, on_text=stop)
+    with pytest.raises(OtaroError, match="transformers cannot go on from this prompt"):
+        continue_tokens(model, tokenizer, torch.tensor([[5]]), max_new_tokens=2, settings={"num_beams": 0})
+
+
 def test_texts_that_become_longer_and_longer_are_refused() -> None:
     double = {"type": "Replace", "pattern": {"Regex": "(?:a|b)"}, "content": "aa"}
     for steps in ([double] * 30, [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 200}]):
@@ -282,6 +351,17 @@ def test_a_folder_is_described_whatever_its_config_says(folder: Path, capfd: pyt
         assert main(["info", str(folder)]) == 0
 
 
+def test_an_index_of_long_names_is_one_sentence(
+    tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain = Path(shutil.copytree(tiny_llama, tmp_path / "plain"))
+    (plain / "model.safetensors").rename(plain / "x")
+    index = {"weight_map": {"a": "9" * 4000, "b": 10**4000, "c": "\0"}}
+    (plain / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["pack", str(plain), str(tmp_path / "out")]) == 2
+    assert len(one_sentence(capfd)) < 1100
+
+
 def test_settings_for_generation_are_not_the_folder_s(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     change(folder / "generation_config.json", num_beams=1000, penalty_alpha=0.6, top_k=4, max_length=10**9)
     assert generate(folder, "--backend", "transformers") == 0
@@ -331,6 +411,11 @@ def test_names_from_a_folder_do_nothing_to_the_terminal(folder: Path, capfd: pyt
 def test_text_that_is_not_utf8_is_one_sentence(folder: Path, option: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert generate(folder, option, os.fsdecode(b"\xff\xfe")) == 2
     assert "is not UTF-8 text: the byte at position 0 cannot be read" in one_sentence(capfd)
+
+
+def test_half_a_character_is_no_text() -> None:
+    with pytest.raises(OtaroError, match="it is not text: it holds half a character at position 1"):
+        given_text("a\ud800", "it")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="chooses a locale")

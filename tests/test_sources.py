@@ -309,6 +309,10 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda model: edit_config(model, model_type="nonesuch"),
         "unknown architecture 'nonesuch'",
     ),
+    "architectures a number": (
+        lambda model: edit_config(model, architectures=1e300, hidden_size=128),
+        r"has the shape \(128, 64\)",
+    ),
     "no architecture": (lambda model: edit_config(model, model_type=None), "unknown architecture None"),
     "packed": (lambda model: edit_config(model, quantization_config={"quant_method": "otaro"}), "packed already"),
     "gptq": (lambda model: edit_config(model, quantization_config={"quant_method": "gptq"}), r"already \(gptq\)"),

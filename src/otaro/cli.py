@@ -280,7 +280,7 @@ def sentence(error: OtaroError | OSError | typer.TyperException) -> str:
             text += "; free some space or choose another folder"
     else:
         text = str(error)
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def quieten_libraries() -> None:

@@ -223,10 +223,10 @@ def tolerate_any_text() -> None:
 def given_text(text: str, name: str) -> str:
     """A text that was typed, in UTF-8 whatever the locale says; `name` says where it was."""
     try:
-        text.encode()
-    except UnicodeEncodeError:  # bytes that the locale has no characters for
-        return decode_text(os.fsencode(text), name)
-    return text
+        data = text.encode("utf-8", "surrogateescape")  # bytes that the locale has no characters for come as such
+    except UnicodeEncodeError as error:
+        raise OtaroError(f"{name} is not text: it holds half a character at position {error.start}") from error
+    return decode_text(data, name)
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import TextStreamer
 
-from otaro.errors import OtaroError
-from otaro.evaluate.perplexity import context_length
+from otaro.errors import OtaroError, foreign_code
+from otaro.evaluate.perplexity import check_tokens, context_length
 from otaro.precision import Precision
 from otaro.tokenizer import encode_prompt, render_chat
 
@@ -154,6 +155,7 @@ def continue_tokens(
             f"{ids.shape[1]} tokens of prompt and {max_new_tokens} new ones do not fit the context of "
             f"{context}: shorten the prompt or ask for fewer"
         )
+    check_tokens(model, int(ids.max()))
     end_tokens = _end_tokens(model, tokenizer)
     streamer = _Streamer(tokenizer, StopText(stop), on_text)
     if stop:
@@ -162,15 +164,16 @@ def continue_tokens(
         if seed is not None:
             torch.manual_seed(seed)
         start = time.perf_counter()
-        model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=end_tokens or None,
-            pad_token_id=end_tokens[0] if end_tokens else 0,
-            streamer=streamer,
-            **settings,
-        )
+        with streamer.callers_errors(), foreign_code("transformers cannot go on from this prompt"):
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                eos_token_id=end_tokens or None,
+                pad_token_id=end_tokens[0] if end_tokens else 0,
+                streamer=streamer,
+                **settings,
+            )
     seconds = time.perf_counter() - start
     first_token_seconds = streamer.first_token_time - start
     decoding = seconds - first_token_seconds
@@ -200,6 +203,7 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
         self.stop = stop
         self.on_text = on_text
         self.pieces: list[str] = []
+        self._raised: BaseException | None = None
         self.tokens = 0
         self.first_token_time = 0.0
 
@@ -215,4 +219,18 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
         if settled:
             self.pieces.append(settled)
             if self.on_text is not None:
-                self.on_text(settled)
+                try:
+                    self.on_text(settled)
+                except BaseException as error:
+                    self._raised = error
+                    raise
+
+    @contextlib.contextmanager
+    def callers_errors(self) -> Iterator[None]:
+        """What `on_text` raised comes out as it was, whatever was made of it on the way."""
+        try:
+            yield
+        except OtaroError:
+            if self._raised is not None:
+                raise self._raised from None
+            raise

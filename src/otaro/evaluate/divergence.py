@@ -24,6 +24,7 @@ from otaro.evaluate.model import Subject
 from otaro.evaluate.parts import Parts
 from otaro.evaluate.perplexity import (
     POSITIONS_PER_SLICE,
+    check_tokens,
     check_window,
     exponential,
     split_windows,
@@ -43,6 +44,7 @@ def measure_text(
     """A text given as a 1-D tensor of token ids at every width of the subject; what `parts` hold is not run again."""
     check_window(subject.backend, window)
     windows = split_windows(token_ids, window)
+    check_tokens(subject.backend, int(windows.max()))
     sums: dict[Width, Sums] = {width: {} for width in subject.widths}
     for start in range(0, len(windows), WINDOWS_PER_PART):
         part = windows[start : start + WINDOWS_PER_PART]

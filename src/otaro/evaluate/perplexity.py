@@ -63,6 +63,15 @@ def check_window(model: Any, window: int) -> None:
         raise OtaroError(f"a window of {window} tokens is longer than the model's context of {context_length(model)}")
 
 
+def check_tokens(model: Any, highest: int) -> None:
+    """Refuse a token that the model does not know."""
+    size = int(model.config.get_text_config().vocab_size)
+    if highest >= size:
+        raise OtaroError(
+            f"the tokenizer gives the token {highest}, but the model knows {size} tokens: they do not belong together"
+        )
+
+
 def exponential(cross_entropy: float) -> float:
     """Perplexity; exp overflows a float just above 709 nats, where no finite figure is worth printing."""
     return math.exp(cross_entropy) if cross_entropy < 700 else math.inf
@@ -110,6 +119,7 @@ def perplexity(
     window = default_window(model) if window is None else window
     check_window(model, window)
     windows = split_windows(token_ids, window)
+    check_tokens(model, int(windows.max()))
     losses = []
     for start in range(0, len(windows), batch_size):
         batch = windows[start : start + batch_size].to(model.device)

@@ -28,7 +28,7 @@ from otaro.checkpoint.folder import PackedFolder, Progress
 from otaro.engine.architecture import UnsupportedError, read_shape
 from otaro.engine.native import Shape
 from otaro.engine.weights import read_config
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, foreign_code
 from otaro.export.blocks import block_type, encode_blocks
 from otaro.export.tokenizer import add_tokenizer
 from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
@@ -102,7 +102,8 @@ def _write(
     """What the tokenizer's description leaves out is returned (`add_tokenizer`)."""
     architecture = ARCHITECTURES[config.model_type]
     _add_description(writer, packed, config, shape, precision)
-    remarks = add_tokenizer(writer, packed.path, shape.vocabulary)
+    with foreign_code(f"the tokenizer of {packed.path} cannot be exported"):
+        remarks = add_tokenizer(writer, packed.path, shape.vocabulary)
     names = get_tensor_name_map(architecture, shape.layers)
     factors = _rope_factors(config, shape)
     if factors is not None:

@@ -27,7 +27,7 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> list[str
     tokens: dict[str, int] = {**model["vocab"], **{text: entry["id"] for text, entry in added.items()}}
     texts, kinds = [f"[PAD{index}]" for index in range(vocabulary)], [TokenType.UNUSED] * vocabulary
     for text, index in tokens.items():
-        if index >= vocabulary:
+        if not 0 <= index < vocabulary:
             raise OtaroError(f"token {index} of {folder} is outside the model's vocabulary of {vocabulary}")
         texts[index], kinds[index] = text, _kind(text, added, sentencepiece, tokenizer.unk_token)
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]

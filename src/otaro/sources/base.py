@@ -91,7 +91,7 @@ def build_model(config: PreTrainedConfig, label: str, tensors: int) -> PreTraine
     """The causal language model of that config, on the meta device; there are so many `tensors` for it."""
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _not_causal(label, f"{config.model_type} model")
-    declared = config.architectures or []
+    declared = config.architectures if isinstance(config.architectures, list) else []
     said = f"{label} has a config that {config.model_type} cannot use"
     with foreign_code(said, SourceError), modules_bounded(tensors), torch.device("meta"), quiet():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
@@ -99,7 +99,7 @@ def build_model(config: PreTrainedConfig, label: str, tensors: int) -> PreTraine
         return model  # the language model inside a model of text and images
     # Encoders such as BERT have a causal variant too, which their checkpoints do not fit.
     known = {type(model).__name__.lower(), type(model.base_model).__name__.lower()}
-    for name in declared:
+    for name in map(str, declared):
         if name.lower() not in known and not name.endswith(("ForCausalLM", "LMHeadModel")):
             raise _not_causal(label, name)
     return model

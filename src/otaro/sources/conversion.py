@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from otaro.errors import SourceError, first_line
+from otaro.errors import SourceError, foreign_code
 from otaro.safetensors_file import TensorInfo
 
 
@@ -63,14 +63,12 @@ def find_origins(model: PreTrainedModel, stored: Mapping[str, TensorInfo], label
         return torch.empty(stored[key].shape, dtype=stored[key].dtype, device="meta")
 
     origins = {}
-    for group in _group_by_target(model, list(stored)):
-        try:
+    with foreign_code(f"the names of {label}'s tensors cannot be converted", SourceError):
+        groups = _group_by_target(model, list(stored))
+    for group in groups:
+        said = f"{label} cannot be converted: {group.target} cannot be made from {group.sources[0][0]}"
+        with foreign_code(f"{said} and {len(group.sources) - 1} more tensors", SourceError):
             outputs = group.convert(model, placeholder)
-        except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
-            raise SourceError(
-                f"{label} cannot be converted: making {group.target} from {group.sources[0][0]} "
-                f"and {len(group.sources) - 1} more tensors fails ({first_line(error)})"
-            ) from error
         for name, output in outputs.items():
             origins[name] = Origin(group, name, tuple(output.shape), output.dtype)
     return origins

@@ -128,7 +128,8 @@ class FolderSource(Source):
 
     def _build(self, content: dict[str, Any]) -> None:
         stated = content.get("dtype") or content.get("torch_dtype")
-        dtype = stated if isinstance(stated, str) else self._floating_dtype()
+        known = isinstance(stated, str) and isinstance(getattr(torch, stated, None), torch.dtype)
+        dtype = stated if known else self._floating_dtype()
         config = load_config(self._folder, content)
         with foreign_code(f"config.json of {self.label} cannot be used", SourceError):
             config.dtype = dtype

@@ -139,7 +139,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=run, daemon=True, name="otaro tokenizer")
     thread.start()
     thread.join(seconds)
     if errors:

@@ -274,7 +274,7 @@ def run(
     from transformers import EarlyStoppingCallback
 
     from otaro.evaluate.model import source_tokenizer
-    from otaro.evaluate.perplexity import context_length
+    from otaro.evaluate.perplexity import check_tokens, context_length
     from otaro.evaluate.report import write_json
     from otaro.sources import open_source
     from otaro.tune import report
@@ -298,6 +298,7 @@ def run(
         layout: Any = "padded" if padded else "packed"
         longest = context_length(source.model)
         blocks = load_blocks(data, tokenizer, sequence_length, longest=longest, layout=layout)
+        check_tokens(source.model, blocks.highest)
         network = load_model(source, progress)
         if lora is not None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
             raise OtaroError("adapters cannot be merged into sharded weights: use LoRA with DDP, not with FSDP")

@@ -75,6 +75,11 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return sum(map(len, self.ids))
 
     @property
+    def highest(self) -> int:
+        """The token with the highest number."""
+        return max((max(ids) for ids in self.ids if ids), default=0)
+
+    @property
     def questions(self) -> int:
         """Tokens without a label."""
         return sum(labels.count(IGNORED) for labels in self.labels)

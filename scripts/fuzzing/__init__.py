@@ -1,0 +1,1 @@
+"""The parts of `scripts/fuzz.py`: `models` makes what is spoilt, `spoil` spoils it, `rounds` says what is done then."""
