@@ -31,6 +31,9 @@ announce "the engine without Python, still the same calls (tests/native/check.cp
 c++ -std=c++17 -fsyntax-only -Icsrc tests/native/check.cpp
 
 announce "fuzz: spoilt packed folders and odd prompts, with the same library"
-scripts/sanitized.sh address,undefined python scripts/fuzz_engine.py --rounds 1000 --seconds 30
+scripts/sanitized.sh address,undefined python scripts/fuzz.py --kinds engine --rounds 1000 --seconds 20
+
+announce "fuzz: spoilt models of every kind through every command"
+python scripts/fuzz.py --rounds 1000 --seconds 30
 
 announce "all checks passed"

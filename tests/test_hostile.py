@@ -71,7 +71,6 @@ ORDINARY = {
     "namespace": "{% set ns = namespace(seen=false, n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
     "{% set ns.seen = true %}{% endfor %}{{ ns.n }}{{ ns.seen }}{{ dict(a=1)['a'] }}",
     "tools": "{% if tools %}{{ tools | tojson }}{{ tools[0] | tojson(indent=2) }}{% endif %}{{ messages[0] | tojson }}",
-    "reasoning": "{% for m in messages %}{{ m.reasoning_content or '-' }}{{ m.thinking or '-' }}{% endfor %}",
     "date": "{{ strftime_now('%Y') }}{{ documents }}{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(messages|length) }}",
     "blocks": "  {% if true %}\n    yes\n  {% endif %}\n{{- ' no' -}}  \n",
 }
@@ -87,6 +86,14 @@ def test_a_conversation_is_written_as_transformers_writes_it(name: str, tools: A
         assert write_chat(tokenizer, CHAT, tools=tools, add_generation_prompt=ask) == expected
     ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert render_chat(tokenizer, CHAT) == ids
+
+
+def test_reasoning_has_every_name_that_templates_look_for() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.reasoning_content or '-' }}{{ m.thinking or '-' }}{% endfor %}"
+    )
+    assert write_chat(tokenizer, CHAT) == "----RayleighRayleigh--"
 
 
 def test_of_several_templates_the_right_one_is_taken() -> None:

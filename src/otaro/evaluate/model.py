@@ -158,10 +158,7 @@ def source_tokenizer(source: Source) -> Any:
 def _save_tokenizer(source: Source, folder: Path) -> Any:
     source.save_extras(folder)
     (folder / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
-    try:
-        return load_tokenizer(folder)
-    except OtaroError as error:
-        raise OtaroError(f"{source.label} has no tokenizer that can be read: add its files to the model") from error
+    return load_tokenizer(folder, source.label)
 
 
 def _load_plain(

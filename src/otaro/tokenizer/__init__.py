@@ -41,8 +41,8 @@ PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 PROBE = "Probe 1: \u00e9\u6f22\U0001f600\n"
 
 
-def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer in a model's folder; no code that lies there is run."""
+def load_tokenizer(folder: str | Path, label: str | None = None) -> Any:
+    """The tokenizer in a model's folder; no code that lies there is run. `label` is what errors call the folder."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from otaro.sources.base import quiet
@@ -53,11 +53,11 @@ def load_tokenizer(folder: str | Path) -> Any:
         loader = PreTrainedTokenizerFast if _class_name(Path(folder)) in PLAIN_CLASSES else AutoTokenizer
         with foreign_code("it cannot be loaded"), quiet(), _panics_unreported():
             tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        decode(tokenizer, encode(tokenizer, PROBE))
+            decode(tokenizer, encode(tokenizer, PROBE))
     except (OtaroError, ValueError, OSError) as error:
-        reason = first_line(error)
         raise OtaroError(
-            f"{folder} holds no tokenizer that can be read ({reason}): copy the model's tokenizer files into it"
+            f"{label or folder} holds no tokenizer that can be read ({first_line(error)}): "
+            "copy the model's tokenizer files into it"
         ) from error
     return tokenizer
 
