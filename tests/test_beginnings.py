@@ -14,7 +14,7 @@ import otaro
 from otaro.cli import main
 from otaro.engine import chat, command
 from otaro.evaluate.perplexity import split_windows, text_tokens
-from otaro.generate import prompt_tokens
+from otaro.generate import TextStream, _Streamer, prompt_tokens
 from otaro.tokenizer import beginning, encode, load_tokenizer, render_chat
 from otaro.tune.data import IGNORED, load_blocks
 
@@ -165,3 +165,27 @@ def test_tasks_begin_with_it_and_do_not_end(packed_llama: Path, tmp_path: Path) 
     assert context[1:] + continuation == encode(tokenizer, "Hello world")
     assert scorer._encode_pair("<s>Hello", " world") == (context, continuation)
     assert scorer.tok_encode("Hello", add_special_tokens=False) == context[1:]
+
+
+@pytest.mark.parametrize("through", ["native", "transformers"])
+def test_a_text_goes_on_with_the_space_that_its_token_has(through: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path, "prepend", EXPECTED))
+
+    def write(prompt: list[int], answer: list[int]) -> str:
+        if through == "native":
+            stream = TextStream(tokenizer, (), prompt)
+            return "".join(map(stream.push, answer)) + stream.finish()
+        streamer = _Streamer(tokenizer, (), None)
+        for tokens in ([prompt], *([token] for token in answer)):
+            streamer.put(torch.tensor(tokens))
+        streamer.end()
+        return "".join(streamer.pieces)
+
+    words = "Hello\n  world and the fox"
+    ids = encode(tokenizer, words)
+    begin = [tokenizer.bos_token_id]
+    assert write(begin, ids) == words
+    for cut in range(1, len(ids)):
+        before = str(tokenizer.decode(ids[:cut]))
+        assert before + write(ids[:cut], ids[cut:]) == words
+        assert before + write(begin + ids[:cut], ids[cut:]) == words

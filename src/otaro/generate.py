@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TextStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from otaro.errors import OtaroError, foreign_code
 from otaro.evaluate.perplexity import check_tokens, context_length
 from otaro.precision import Precision
-from otaro.tokenizer import encode_prompt, render_chat
+from otaro.tokenizer import decode, encode_prompt, render_chat
+
+UNFINISHED = "\ufffd"
+"""What a decoder puts where a character's last bytes are still to come."""
+PROMPT_TAIL = 8
+"""Tokens of a prompt that the text of an answer is made with, more than a character has."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,44 @@ class StopText:
         """What was held back, at the end."""
         rest, self._pending = "" if self.stopped else self._pending, ""
         return rest
+
+
+class TextStream:
+    """Tokens to text as it settles: a character in several tokens, or what may be a stop string, is held back.
+
+    What they are the text of may depend on the tokens before them, the `prompt`: SentencePiece drops a space where a
+    text begins.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._settled = StopText(stop)
+        self._tokens = list(prompt[-PROMPT_TAIL:])
+        # Tokens from _context to _done have been given out, and give the next ones context.
+        self._context, self._done = 0, len(self._tokens)
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string came; nothing follows."""
+        return self._settled.stopped
+
+    def push(self, token: int) -> str:
+        """The text that is settled by one more token."""
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._context : self._done])
+        text = self._decode(self._tokens[self._context :])
+        if text.endswith(UNFINISHED):
+            return ""
+        self._context, self._done = self._done, len(self._tokens)
+        return self._settled.push(text[len(before) :])
+
+    def finish(self) -> str:
+        """What is left at the end."""
+        before = self._decode(self._tokens[self._context : self._done])
+        return self._settled.push(self._decode(self._tokens[self._context :])[len(before) :]) + self._settled.finish()
+
+    def _decode(self, tokens: list[int]) -> str:
+        return decode(self._tokenizer, tokens)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -157,7 +200,7 @@ def continue_tokens(
         )
     check_tokens(model, int(ids.max()))
     end_tokens = _end_tokens(model, tokenizer)
-    streamer = _Streamer(tokenizer, StopText(stop), on_text)
+    streamer = _Streamer(tokenizer, stop, on_text)
     if stop:
         settings = {**settings, "stop_strings": list(stop), "tokenizer": tokenizer}
     with torch.random.fork_rng(enabled=seed is not None):
@@ -195,32 +238,38 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(token for token in [*tokens, tokenizer.eos_token_id] if type(token) is int))
 
 
-class _Streamer(TextStreamer):  # type: ignore[misc]
+class _Streamer(BaseStreamer):  # type: ignore[misc]
     """Hands over each piece of text, and notes when the first token came and how many there were."""
 
-    def __init__(self, tokenizer: Any, stop: StopText, on_text: Callable[[str], None] | None) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.stop = stop
-        self.on_text = on_text
+    def __init__(self, tokenizer: Any, stop: Sequence[str], on_text: Callable[[str], None] | None) -> None:
+        self._tokenizer, self._stop, self._on_text = tokenizer, stop, on_text
+        self._stream: TextStream | None = None
         self.pieces: list[str] = []
         self._raised: BaseException | None = None
         self.tokens = 0
         self.first_token_time = 0.0
 
     def put(self, value: Tensor) -> None:
-        if not self.next_tokens_are_prompt:
-            if self.tokens == 0:
-                self.first_token_time = time.perf_counter()
-            self.tokens += value.numel()
-        super().put(value)
+        tokens = value.flatten().tolist()
+        if self._stream is None:  # the prompt comes first
+            self._stream = TextStream(self._tokenizer, self._stop, tokens)
+            return
+        if self.tokens == 0:
+            self.first_token_time = time.perf_counter()
+        self.tokens += len(tokens)
+        for token in tokens:
+            self._hand_over(self._stream.push(token))
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        settled = self.stop.push(text) + (self.stop.finish() if stream_end else "")
-        if settled:
-            self.pieces.append(settled)
-            if self.on_text is not None:
+    def end(self) -> None:
+        if self._stream is not None:
+            self._hand_over(self._stream.finish())
+
+    def _hand_over(self, piece: str) -> None:
+        if piece:
+            self.pieces.append(piece)
+            if self._on_text is not None:
                 try:
-                    self.on_text(settled)
+                    self._on_text(piece)
                 except BaseException as error:
                     self._raised = error
                     raise

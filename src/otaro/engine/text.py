@@ -8,51 +8,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from otaro.engine.sampling import Sampling
-from otaro.generate import GenerationResult, StopText, fitting
+from otaro.generate import GenerationResult, TextStream, fitting
 from otaro.precision import Precision
-from otaro.tokenizer import decode
 
 if TYPE_CHECKING:
     from otaro.engine.engine import Engine
 
 DEFAULT_TOKENS = 256
-UNFINISHED = "\ufffd"
-"""What a decoder puts where a character's last bytes are still to come."""
-
-
-class TextStream:
-    """Tokens to text as it settles: a character in several tokens, or what may be a stop string, is held back."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._settled = StopText(stop)
-        self._tokens: list[int] = []
-        self._context = self._done = (
-            0  # tokens from _context to _done have been given out, and give the next ones context
-        )
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string came; nothing follows."""
-        return self._settled.stopped
-
-    def push(self, token: int) -> str:
-        """The text that is settled by one more token."""
-        self._tokens.append(token)
-        before = self._decode(self._tokens[self._context : self._done])
-        text = self._decode(self._tokens[self._context :])
-        if text.endswith(UNFINISHED):
-            return ""
-        self._context, self._done = self._done, len(self._tokens)
-        return self._settled.push(text[len(before) :])
-
-    def finish(self) -> str:
-        """What is left at the end."""
-        before = self._decode(self._tokens[self._context : self._done])
-        return self._settled.push(self._decode(self._tokens[self._context :])[len(before) :]) + self._settled.finish()
-
-    def _decode(self, tokens: list[int]) -> str:
-        return decode(self._tokenizer, tokens)
 
 
 def generate(
@@ -78,7 +40,7 @@ def generate(
     """
     if max_new_tokens is None:
         max_new_tokens = fitting(DEFAULT_TOKENS, engine.context - len(prompt))
-    stream = TextStream(tokenizer, [stop] if isinstance(stop, str) else stop)
+    stream = TextStream(tokenizer, [stop] if isinstance(stop, str) else stop, prompt)
     start = time.perf_counter()
     first = 0.0
     widths: dict[Precision, int] = {}

@@ -24,7 +24,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from otaro.errors import SourceError, first_line
+from otaro.errors import SourceError, first_line, foreign_code
 from otaro.model_config import check_counts
 from otaro.sources.base import Source, TensorSpec, build_model, missing_tensor, quiet, shape_mismatch
 from otaro.sources.gguf_file import GgufFile
@@ -85,14 +85,9 @@ class GgufSource(Source):
         return tensor
 
     def save_extras(self, folder: Path) -> None:
-        try:
-            with quiet():
-                described = read_tokenizer(self._file)
-                described.tokenizer.save_pretrained(folder)
-        except SourceError:
-            raise
-        except Exception as error:  # a vocabulary may break the library that is to use it in any way
-            raise SourceError(f"the tokenizer of {self.label} cannot be converted: {first_line(error)}") from error
+        with foreign_code(f"the tokenizer of {self.label} cannot be converted", SourceError), quiet():
+            described = read_tokenizer(self._file)
+            described.tokenizer.save_pretrained(folder)
         generation = copy.deepcopy(self.model.generation_config)
         generation.eos_token_id = described.end_tokens or None
         generation.save_pretrained(folder)
