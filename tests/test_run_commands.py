@@ -152,6 +152,7 @@ def test_llama_cpp_without_memory_is_one_sentence(tmp_path: Path, monkeypatch: p
         llama_log_set=lambda *_: None,
         llama_model_default_params=SimpleNamespace,
         llama_model_load_from_file=lambda *_: "model",
+        llama_model_get_vocab=lambda model: "vocabulary",
         llama_context_default_params=SimpleNamespace,
         llama_init_from_model=lambda *_: None,
         llama_model_free=freed.append,

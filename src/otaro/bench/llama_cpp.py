@@ -23,18 +23,37 @@ def import_llama_cpp() -> ModuleType:
     return module
 
 
-class LlamaCpp:
-    """One GGUF file in llama.cpp, driven through its C API so that no wrapper is measured."""
+class LlamaCppTokenizer:
+    """The tokenizer of one GGUF file in llama.cpp."""
 
-    def __init__(self, path: Path, *, context: int, threads: int) -> None:
+    def __init__(self, path: Path, *, vocabulary_only: bool = True) -> None:
         self._api: Any = import_llama_cpp()
         self._silence = self._api.llama_log_callback(lambda *_: None)  # kept: the library calls it later
         self._api.llama_log_set(self._silence, None)
         settings = self._api.llama_model_default_params()
         settings.n_gpu_layers = 0
+        settings.vocab_only = vocabulary_only
         self._model = self._api.llama_model_load_from_file(str(path).encode(), settings)
         if not self._model:
             raise OtaroError(f"llama.cpp cannot load {path}")
+        self._tokens = self._api.llama_model_get_vocab(self._model)
+
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        """A text's tokens, special ones within it found; `add_special` adds those that the model wants around it."""
+        data = text.encode()
+        ids = (ctypes.c_int32 * (len(data) + 8))()
+        count = self._api.llama_tokenize(self._tokens, data, len(data), ids, len(ids), add_special, True)
+        return list(ids[:count])
+
+    def close(self) -> None:
+        self._api.llama_model_free(self._model)
+
+
+class LlamaCpp(LlamaCppTokenizer):
+    """One GGUF file in llama.cpp, driven through its C API so that no wrapper is measured."""
+
+    def __init__(self, path: Path, *, context: int, threads: int) -> None:
+        super().__init__(path, vocabulary_only=False)
         options = self._api.llama_context_default_params()
         options.n_ctx = options.n_batch = options.n_ubatch = context
         options.n_threads = options.n_threads_batch = threads
@@ -42,7 +61,7 @@ class LlamaCpp:
         if not self._context:
             self._api.llama_model_free(self._model)
             raise OtaroError(f"llama.cpp has no memory for {context} tokens of {path}: ask for fewer")
-        self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        self._vocabulary = self._api.llama_vocab_n_tokens(self._tokens)
 
     def run(self, tokens: Sequence[int], position: int) -> int:
         """Run tokens from a position on; the likeliest next token."""
@@ -72,4 +91,4 @@ class LlamaCpp:
 
     def close(self) -> None:
         self._api.llama_free(self._context)
-        self._api.llama_model_free(self._model)
+        super().close()

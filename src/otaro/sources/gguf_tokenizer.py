@@ -7,6 +7,7 @@ llama.cpp cuts out the special tokens that a text holds, the longest first, and 
   leftmost. Characters that end up alone and are no tokens become bytes.
 - "gpt2" (byte-level BPE): a piece is cut into words (`otaro.tokenizer.words`), and merges are made in the order
   of the file.
+- "gemma4": spaces and bytes as in the first, merges as in the second, lines for words.
 
 In `tokenizers` each merge has a rank of its own. So scores become ranks, the longer token first where they are equal:
 that grows a run of spaces from the left, as llama.cpp does. A vocabulary with which the two could still come to
@@ -38,7 +39,8 @@ MOST_WORK = 1 << 28
 SPACE = "\u2581"
 CUT_OUT = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
 """Kinds of tokens that are looked for in a text first."""
-DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
+DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}, "gemma4": {}}
+LINES = {"type": "Split", "pattern": {"Regex": r"[^\n]+|\n+"}, "behavior": "Isolated", "invert": False}
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _END = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
@@ -70,18 +72,27 @@ def read_tokenizer(file: GgufFile) -> GgufTokenizer:
     """What the metadata describe; a SourceError if its tokens cannot be reproduced."""
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind not in DEFAULT_IDS:
-        raise SourceError(f"{file.name} has a tokenizer of the kind {kind!r}: only llama and gpt2 are supported")
+        known = ", ".join(DEFAULT_IDS)
+        raise SourceError(f"{file.name} has a tokenizer of the kind {kind!r}: only {known} are supported")
     vocabulary = _Vocabulary(file)
+    begins = _flag(file, "add_bos_token", True)
     if kind == "llama":
-        described, default_bos = _describe_sentencepiece(file, vocabulary), True
+        described = _describe_sentencepiece(file, vocabulary, _flag(file, "add_space_prefix", True))
+        described["model"]["merges"] = _merges_by_score(file, vocabulary)
+    elif kind == "gemma4":
+        described = _describe_sentencepiece(file, vocabulary, False) | {"pre_tokenizer": LINES}
+        described["model"]["merges"] = _merges_in_order(file, vocabulary)
+        begins = True
     else:
         words = _words(file)
-        described, default_bos = _describe_byte_level(file, vocabulary, words), words.add_bos
+        described = _describe_byte_level(vocabulary, words)
+        described["model"]["merges"] = _merges_in_order(file, vocabulary)
+        begins = _flag(file, "add_bos_token", words.add_bos)
     ids = {
         role: _token_id(file, role, DEFAULT_IDS[kind].get(role), len(vocabulary.texts))
         for role in ("bos", "eos", "unknown", "padding", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
     }
-    begin = [ids["bos"]] if _flag(file, "add_bos_token", default_bos) and ids["bos"] is not None else []
+    begin = [ids["bos"]] if begins and ids["bos"] is not None else []
     end = [ids["eos"]] if _flag(file, "add_eos_token", False) and ids["eos"] is not None else []
     described |= {
         "version": "1.0",
@@ -171,11 +182,10 @@ def _added_tokens(vocabulary: _Vocabulary, strips: bool) -> list[dict[str, Any]]
     ]
 
 
-def _describe_sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> dict[str, Any]:
+def _describe_sentencepiece(file: GgufFile, vocabulary: _Vocabulary, prefix: bool) -> dict[str, Any]:
     missing = next((byte for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary.ids), None)
     if missing is not None:
         raise SourceError(f"{file.name} has no token <0x{missing:02X}>: texts cannot fall back to bytes")
-    prefix = _flag(file, "add_space_prefix", True)
     normalizers = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -189,7 +199,7 @@ def _describe_sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> dict[str
         "normalizer": {"type": "Sequence", "normalizers": [*normalizers, replace]},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _model(vocabulary, _merges_by_score(file, vocabulary), byte_fallback=True),
+        "model": _model(vocabulary, byte_fallback=True),
     }
 
 
@@ -200,26 +210,18 @@ def _words(file: GgufFile) -> Words:
     return WORDS[name]
 
 
-def _describe_byte_level(file: GgufFile, vocabulary: _Vocabulary, words: Words) -> dict[str, Any]:
-    merges: dict[tuple[str, str], None] = {}
-    for merge in file.array("tokenizer.ggml.merges") or ():
-        cut = str(merge).find(" ", 1)
-        left, right = str(merge)[:cut], str(merge)[cut + 1 :]
-        if cut < 0 or not {left, right, left + right} <= vocabulary.ids.keys():
-            raise SourceError(f"{file.name} has the merge {merge!r}, which is not one of two tokens to a third")
-        merges.setdefault((left, right))
+def _describe_byte_level(vocabulary: _Vocabulary, words: Words) -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "normalizer": None,
         "pre_tokenizer": make_pre_tokenizer(words, vocabulary.ids),
         "decoder": byte_level,
-        "model": _model(vocabulary, list(merges), ignore_merges=words.ignore_merges),
+        "model": _model(vocabulary, ignore_merges=words.ignore_merges),
     }
 
 
-def _model(
-    vocabulary: _Vocabulary, merges: list[tuple[str, str]], *, byte_fallback: bool = False, ignore_merges: bool = False
-) -> dict[str, Any]:
+def _model(vocabulary: _Vocabulary, *, byte_fallback: bool = False, ignore_merges: bool = False) -> dict[str, Any]:
+    """What becomes of a word, but for the merges."""
     return {
         "type": "BPE",
         "dropout": None,
@@ -230,8 +232,19 @@ def _model(
         "byte_fallback": byte_fallback,
         "ignore_merges": ignore_merges,
         "vocab": vocabulary.ids,
-        "merges": merges,
     }
+
+
+def _merges_in_order(file: GgufFile, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Those of the file; of two that are the same the first counts."""
+    merges: dict[tuple[str, str], None] = {}
+    for merge in file.array("tokenizer.ggml.merges") or ():
+        cut = str(merge).find(" ", 1)
+        left, right = str(merge)[:cut], str(merge)[cut + 1 :]
+        if cut < 0 or not {left, right, left + right} <= vocabulary.ids.keys():
+            raise SourceError(f"{file.name} has the merge {merge!r}, which is not one of two tokens to a third")
+        merges.setdefault((left, right))
+    return list(merges)
 
 
 def _merges_by_score(file: GgufFile, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
