@@ -21,13 +21,14 @@ import otaro
 from otaro import ops
 from otaro.checkpoint.folder import PackedFolder
 from otaro.engine import native
-from otaro.engine.architecture import UnsupportedError, matrix_place
-from otaro.engine.engine import Engine, widest_that_fits
+from otaro.engine.architecture import STATED, UnsupportedError, matrix_place, read_shape, stated_config
+from otaro.engine.engine import Engine
 from otaro.engine.native import Matrix, Session
 from otaro.engine.sampling import Sampler, Sampling
 from otaro.engine.speculation import LONGEST_REST, SHORTEST_REST, Repetition, Rests
 from otaro.engine.text import TextStream, end_tokens, generate
 from otaro.errors import FormatError, OtaroError, PrecisionError
+from otaro.model_config import load_config
 from otaro.ops import cpu
 from otaro.precision import Precision
 from otaro.sefp import Format
@@ -121,6 +122,23 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: tiny("qwen2"),
     "qwen3": lambda: tiny("qwen3"),
 }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
+    """As it stands in the file, if that says all there is to know; what windows there are is left to transformers."""
+    folder = PackedFolder(architectures.packed_model(MODELS[name](), tmp_path))
+    stated, loaded = stated_config(folder.config), load_config(folder.path, folder.config)
+    assert (stated is None) == (name == "mistral")
+    if stated is not None:
+        assert read_shape(folder, stated) == read_shape(folder, loaded)
+        for field in ("max_position_embeddings", "tie_word_embeddings", "eos_token_id"):
+            assert getattr(stated, field) == getattr(loaded, field)
+    for field in (*STATED, "rope_parameters", "layer_types" if name.startswith("qwen") else "head_dim"):
+        assert stated_config({**folder.config, field: None}) is None
+    assert stated_config({**folder.config, "rope_parameters": {"rope_theta": 1e4}}) is None
+    assert stated_config({**folder.config, "layer_types": ["sliding_attention"] * 2, "sliding_window": 4}) is None
+    assert stated_config({**folder.config, "model_type": "gemma"}) is None
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -396,7 +414,6 @@ def test_other_architectures_are_told_apart(tmp_path: Path) -> None:
         ("head_dim", 2**40),
         ("rope_parameters", {"rope_type": "default", "rope_theta": -1e4}),
         ("max_position_embeddings", 0),
-        ("dtype", "U8"),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}),
     ],
     ids=str,
@@ -459,13 +476,6 @@ def test_end_tokens_that_are_no_tokens_are_left_out(folder: Path, tmp_path: Path
     shutil.copytree(folder, odd)
     (odd / "generation_config.json").write_text('{"eos_token_id": [[3], {"a": 1}, "x", 7]}')
     assert 7 in end_tokens(Engine(odd, threads=1), Bytes())
-
-
-def test_the_memory_given_decides_the_width() -> None:
-    sizes = {precision: 10 * precision.mantissa for precision in Precision}
-    assert widest_that_fits(sizes, 55) == Precision.E5M5
-    with pytest.raises(OtaroError, match="too little"):
-        widest_that_fits(sizes, 20)
 
 
 # ---- sampling and text ----------------------------------------------------------------------------------------------

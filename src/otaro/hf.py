@@ -282,7 +282,7 @@ def load(
     """
     from transformers import AutoModelForCausalLM
 
-    from otaro.sources.base import quiet
+    from otaro.quiet import quiet
 
     path = _local(folder, precision)
     packed = PackedFolder(path)

@@ -25,7 +25,7 @@ def load_config(folder: Path, content: dict[str, Any]) -> Any:
     """The transformers config of a folder whose config.json holds `content`; no code that lies there is run."""
     from transformers import AutoConfig
 
-    from otaro.sources.base import quiet
+    from otaro.quiet import quiet
 
     check_counts(content, f"config.json of {folder.name}")
     with foreign_code(f"config.json of {folder.name} cannot be used", FormatError), quiet():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 from otaro.checkpoint.folder import PackedFolder
@@ -47,6 +48,15 @@ VECTORS = {
 }
 
 
+STATED: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), (int,)),
+    **dict.fromkeys(("num_key_value_heads", "vocab_size", "max_position_embeddings"), (int,)),
+    "hidden_act": (str,),
+    "rms_norm_eps": (int, float),
+    "tie_word_embeddings": (bool,),
+}
+
+
 class UnsupportedError(Sentence):
     """Why the native engine does not run a model; the transformers path does."""
 
@@ -76,6 +86,35 @@ def _split(name: str) -> tuple[int, str]:
     if len(parts) == 4 and parts[:2] == ["model", "layers"] and LAYER_NUMBER.fullmatch(parts[2]):
         return int(parts[2]), parts[3]
     return 0, ""
+
+
+class StatedConfig(SimpleNamespace):
+    """What a config.json says, under the names that transformers' configs have."""
+
+    def get_text_config(self) -> StatedConfig:
+        return self
+
+
+def stated_config(content: dict[str, Any]) -> StatedConfig | None:
+    """A config.json as it stands, if all that the engine asks for is in it; None where transformers must fill it in.
+
+    Files that transformers wrote are of that kind, and to read one by itself saves importing half of that library.
+    """
+    kind, rope = content.get("model_type"), content.get("rope_parameters")
+    if kind not in MODEL_TYPES or "eos_token_id" not in content:
+        return None
+    if any(type(content.get(name)) not in types for name, types in STATED.items()) or not isinstance(rope, dict):
+        return None
+    if not {"rope_type", "rope_theta"} <= rope.keys():
+        return None
+    layers, types = content["num_hidden_layers"], content.get("layer_types")
+    if kind in ("llama", "mistral"):  # a Mistral has windows unless it says otherwise
+        windows = types is not None or content.get("sliding_window", 0 if kind == "mistral" else None) is not None
+    else:
+        windows = not isinstance(types, list) or len(types) != layers or set(map(str, types)) != {"full_attention"}
+    if windows or (kind != "qwen2" and content.get("head_dim") is None):
+        return None
+    return StatedConfig(**{**content, "layer_types": None, "sliding_window": None})
 
 
 def read_shape(folder: PackedFolder, config: Any) -> Shape:

@@ -28,10 +28,10 @@ from otaro.evaluate.backend import NAMES, Backend, TorchBackend, open_backend
 from otaro.evaluate.results import Width
 from otaro.json_file import read_json
 from otaro.precision import Precision, parse_precisions
+from otaro.quiet import quiet
 from otaro.safetensors_file import tensor_bytes
 from otaro.sefp import Format
 from otaro.sources import Source, open_source
-from otaro.sources.base import quiet
 from otaro.sources.folder import EXTRAS
 from otaro.tokenizer import load_tokenizer
 

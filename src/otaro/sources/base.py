@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import huggingface_hub
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from otaro.errors import SourceError, foreign_code
 from otaro.model_config import modules_bounded
+from otaro.quiet import quiet
 
 
 @dataclass(frozen=True)
@@ -66,25 +62,6 @@ class Source(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers and the hub from printing warnings and progress bars."""
-    ours, hubs = transformers.utils.logging, huggingface_hub.utils.logging
-    verbosity, hub_verbosity, bars = ours.get_verbosity(), hubs.get_verbosity(), ours.is_progress_bar_enabled()
-    ours.set_verbosity_error()
-    hubs.set_verbosity_error()
-    ours.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        ours.set_verbosity(verbosity)
-        hubs.set_verbosity(hub_verbosity)
-        if bars:
-            ours.enable_progress_bar()
 
 
 def build_model(config: PreTrainedConfig, label: str, tensors: int) -> PreTrainedModel:

@@ -14,13 +14,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from otaro.errors import FormatError, SourceError, first_line, foreign_code
 from otaro.json_file import read_json
 from otaro.model_config import load_config
+from otaro.quiet import quiet
 from otaro.safetensors_file import SafetensorsFile, TensorInfo
 from otaro.sources.base import (
     Source,
     TensorSpec,
     build_model,
     missing_tensor,
-    quiet,
     shape_mismatch,
 )
 from otaro.sources.conversion import Origin, find_origins
@@ -134,10 +134,9 @@ class FolderSource(Source):
         with foreign_code(f"config.json of {self.label} cannot be used", SourceError):
             config.dtype = dtype
         self.model = build_model(config, self.label, len(self._stored))
-        if type(self.model.config) is not type(config):
-            # A model of text and images whose causal language model is its text part alone.
-            content = self.model.config.to_diff_dict()
-        self.config = {key: value for key, value in content.items() if key not in DROPPED_FROM_CONFIG}
+        # As transformers writes it, nothing left to be filled in; of a model of text and images the text part alone.
+        stated_config = self.model.config.to_diff_dict()
+        self.config = {key: value for key, value in stated_config.items() if key not in DROPPED_FROM_CONFIG}
         self.config |= {"architectures": [type(self.model).__name__], "dtype": dtype}
         self._origins = find_origins(self.model, self._stored, self.label)
         self._settle_ties()

@@ -26,7 +26,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from otaro.errors import SourceError, first_line, foreign_code
 from otaro.model_config import check_counts
-from otaro.sources.base import Source, TensorSpec, build_model, missing_tensor, quiet, shape_mismatch
+from otaro.quiet import quiet
+from otaro.sources.base import Source, TensorSpec, build_model, missing_tensor, shape_mismatch
 from otaro.sources.gguf_file import GgufFile
 from otaro.sources.gguf_tokenizer import read_tokenizer
 

@@ -43,16 +43,20 @@ PROBE = "Probe 1: \u00e9\u6f22\U0001f600\n"
 
 def load_tokenizer(folder: str | Path, label: str | None = None) -> Any:
     """The tokenizer in a model's folder; no code that lies there is run. `label` is what errors call the folder."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
-    from otaro.sources.base import quiet
+    from otaro.quiet import quiet
 
     try:
         check_files(Path(folder))
+        name, options = _class_name(Path(folder)), {"local_files_only": True, "trust_remote_code": False}
         # For some kinds of models transformers puts a class of its own, with other rules, in the place of this one.
-        loader = PreTrainedTokenizerFast if _class_name(Path(folder)) in PLAIN_CLASSES else AutoTokenizer
+        loader = PreTrainedTokenizerFast if name in PLAIN_CLASSES else AutoTokenizer
         with foreign_code("it cannot be loaded"), quiet(), _panics_unreported():
-            tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            if loader is AutoTokenizer and name is not None and (Path(folder) / "config.json").is_file():
+                # It looks at the kind of model alone, but would import what belongs to that kind.
+                options["config"] = PreTrainedConfig.from_pretrained(folder, **options)
+            tokenizer = loader.from_pretrained(folder, **options)
             decode(tokenizer, encode(tokenizer, PROBE))
     except (OtaroError, ValueError, OSError) as error:
         raise OtaroError(

@@ -19,9 +19,9 @@ from otaro import convert
 from otaro.checkpoint.writer import new_folder
 from otaro.errors import OtaroError
 from otaro.precision import Precision
+from otaro.quiet import quiet
 from otaro.sefp import Format
 from otaro.sources import Source
-from otaro.sources.base import quiet
 
 
 def load_model(source: Source, progress: Callable[[str, int, int], None] | None = None) -> Any:

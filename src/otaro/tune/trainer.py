@@ -40,7 +40,7 @@ from otaro import convert
 from otaro.errors import OtaroError
 from otaro.nn import FakeSefp, FakeSefpConv1D
 from otaro.precision import Precision
-from otaro.sources.base import quiet
+from otaro.quiet import quiet
 from otaro.tune import average, resume
 from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_signature, settings
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments, default_learning_rate
