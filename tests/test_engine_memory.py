@@ -134,7 +134,8 @@ def test_sizes_that_cannot_be_are_refused(folder: Path) -> None:
     assert library.otaro_matrix_size(format, 1, 1, 3, None) == argument
     for nbytes in (-1, 2**62):
         assert library.otaro_arena_create(nbytes, out) == argument
-    assert library.otaro_arena_create(2**45, out) == memory
+    if cpu.LIBRARY_VARIABLE not in os.environ:
+        assert library.otaro_arena_create(2**45, out) == memory
     good = {"group": 64, "context": 100, "mantissa": 0, "threads": 1}
     for name, number, error in (
         ("group", 63, argument),

@@ -13,7 +13,6 @@ from gguf import GGUFReader
 import otaro
 from otaro.cli import main
 from otaro.errors import OtaroError
-from otaro.precision import Precision
 
 
 def test_generate_says_when_it_runs_through_transformers(
@@ -40,16 +39,6 @@ def test_both_ways_give_the_same_greedy_text(packed_llama: Path, capsys: pytest.
         assert main(["generate", str(packed_llama), *arguments]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
-
-
-def test_memory_picks_the_width(packed_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = otaro.inspect(packed_llama).size(Precision.E5M5) + 1
-    arguments = ["generate", str(packed_llama), "--prompt", "hello", "--max-new-tokens", "2"]
-    assert main([*arguments, "--memory", f"{size}B"]) == 0
-    assert capsys.readouterr().err.splitlines()[-1].startswith("E5M5: ")
-    assert main([*arguments, "--memory", f"{size}B", "--precision", "E5M8"]) == 2
-    assert "E5M5 is the widest" in capsys.readouterr().err
-    assert main([*arguments, "--memory", "1kB"]) == 2
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])

@@ -23,12 +23,15 @@ from otaro.errors import OtaroError
 from otaro.precision import Precision
 
 if TYPE_CHECKING:
+    from otaro.engine.budget import Estimate
     from otaro.engine.runner import Request, Runner
 
 GENERATE_EXAMPLE = "Example: echo 'Why is the sky blue?' | otaro generate smollm2-packed --precision E5M4 > answer.txt"
 CHAT_EXAMPLE = "Example: otaro chat smollm2-packed --precision E5M4"
 GENERATE_TOKENS = 256
 CHAT_TOKENS = 512
+CHAT_CONTEXT = 2048
+"""Tokens that a conversation shall have room for where memory is limited, if need be at a narrower width."""
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A packed folder, as otaro pack writes it.")]
 Width = Annotated[
@@ -49,7 +52,11 @@ Draft = Annotated[
     typer.Option(metavar="PRECISION", help="Let this precision draft tokens that the other checks several at a time."),
 ]
 Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Run at the widest precision whose weights fit, such as 120MB.")
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Take no more memory than this, such as 500MB, in all: run at the widest precision that fits.",
+    ),
 ]
 Temperature = Annotated[
     float, typer.Option(min=0, help="0 takes the likeliest token; above 0 draws, the more freely the higher.")
@@ -115,17 +122,28 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
     """Generate text from a prompt, streamed to stdout."""
-    width = _width(folder, precision, memory, prefill, draft)
+    width = None if precision is None else Precision(precision)
     text = read_prompt(prompt)
     stop = [given_text(text, "a stop string") for text in stop or ()]
     from otaro.generate import prompt_tokens
 
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     request = _request(max_new_tokens, GENERATE_TOKENS, sampling, prefill, draft, stop)
-    runner = _open(folder, _widest(width, request), backend, threads, context, kv_cache, progressive)
+    if memory is None:
+        runner = _open(folder, _widest(width, request), backend, threads, context, kv_cache, progressive)
+        ids = prompt_tokens(runner.tokenizer, text, raw=raw)[0].tolist()
+    else:
+        from otaro.tokenizer.template import end_worker
+
+        estimate, tokenizer = _estimate(folder, backend, threads, kv_cache, progressive)
+        ids = prompt_tokens(tokenizer, text, raw=raw)[0].tolist()
+        end_worker()
+        whole = len(ids) + request.max_new_tokens
+        fewest = len(ids) + 1 if request.at_most else whole
+        loaded, context = _fit(estimate, memory, width, request, context, whole, fewest, whole)
+        runner = _open(folder, loaded, backend, threads, context, kv_cache, progressive, tokenizer)
     if width is not None:
         runner.precision = width
-    ids = prompt_tokens(runner.tokenizer, text, raw=raw)[0].tolist()
     if as_json:
         result = runner.generate(ids, request)
         print(json.dumps(result.to_json(), ensure_ascii=False))
@@ -169,12 +187,19 @@ def chat(
     backend: Backend = "auto",
 ) -> None:
     """Talk with a model in the terminal; switch its precision as you go."""
-    width = _width(folder, precision, memory, prefill, draft)
+    width = None if precision is None else Precision(precision)
     system = None if system is None else given_text(system, "the text of --system")
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     request = _request(max_new_tokens, CHAT_TOKENS, sampling, prefill, draft, reuse=True)
     # Without --memory all planes are loaded, so that /precision can go up as well as down.
-    runner = _open(folder, width if memory is not None else None, backend, threads, context, kv_cache, progressive)
+    loaded, tokenizer = None, None
+    if memory is not None:
+        from otaro.engine.engine import DEFAULT_CONTEXT
+
+        estimate, tokenizer = _estimate(folder, backend, threads, kv_cache, progressive)
+        loaded, context = _fit(estimate, memory, width, request, context, CHAT_CONTEXT, CHAT_TOKENS, DEFAULT_CONTEXT)
+        width = width or loaded
+    runner = _open(folder, loaded, backend, threads, context, kv_cache, progressive, tokenizer)
     if width is not None:
         runner.precision = width
     from otaro.engine.chat import Conversation
@@ -211,21 +236,51 @@ def _request(
     )
 
 
-def _width(folder: Path, precision: str | None, memory: str | None, *others: str | None) -> Precision | None:
-    """The width to run at; `memory` must hold it and the other widths a request names."""
-    width = None if precision is None else Precision(precision)
-    if memory is None:
-        return width
-    size = parse_size(memory)
-    from otaro import checkpoint
-    from otaro.engine.engine import widest_that_fits
+def _estimate(
+    folder: Path, backend: str, threads: int | None, kv_cache: str, progressive: bool
+) -> tuple[Estimate, Any]:
+    """What counts the memory that a model takes, and its tokenizer, which is a part of it."""
+    from otaro.engine.architecture import UnsupportedError
+    from otaro.engine.budget import Estimate
+    from otaro.engine.engine import parse_cache, usable_cores
+    from otaro.tokenizer import load_tokenizer
 
-    info = checkpoint.inspect(folder)
-    fitting = widest_that_fits({at: info.size(at) for at in info.precisions}, size)
-    for asked in (width, *(Precision(other) for other in others if other is not None)):
-        if asked is not None and asked > fitting:
-            raise OtaroError(f"{asked} does not fit into {memory}: {fitting} is the widest that does")
-    return width or fitting
+    if backend == "transformers":
+        raise OtaroError("--memory needs the native engine: leave --backend out")
+    cache = parse_cache(kv_cache)
+    try:
+        estimate = Estimate(folder, threads=threads or usable_cores(), cache=cache, progressive=progressive)
+    except UnsupportedError as error:
+        raise OtaroError(f"--memory needs the native engine, which does not run this model: {error}") from error
+    return estimate, load_tokenizer(folder)
+
+
+def _fit(
+    estimate: Estimate,
+    memory: str,
+    width: Precision | None,
+    request: Request,
+    context: int | None,
+    wanted: int,
+    fewest: int,
+    most: int,
+) -> tuple[Precision, int]:
+    """How far to load and how long a text may be, so that all of it fits into `memory`; what was counted is said.
+
+    The numbers of tokens are those of `Estimate.fit`, where none is asked for by `context`.
+    """
+    named = [other for other in (request.prefill, request.draft) if other is not None]
+    sizes = [min(size, estimate.longest) for size in (wanted, fewest, most)] if context is None else [context] * 3
+    budget = estimate.fit(
+        parse_size(memory),
+        exactly=None if width is None else max([width, *named]),
+        at_least=max(named, default=None),
+        wanted=sizes[0],
+        fewest=sizes[1],
+        most=sizes[2],
+    )
+    note(str(budget))
+    return budget.precision, budget.context
 
 
 def _widest(width: Precision | None, request: Request) -> Precision | None:
@@ -241,6 +296,7 @@ def _open(
     context: int | None,
     kv_cache: str,
     progressive: bool,
+    tokenizer: Any = None,
 ) -> Runner:
     from otaro.engine.runner import open_runner
 
@@ -253,6 +309,7 @@ def _open(
             context=context,
             kv_cache=kv_cache,
             progressive=progressive,
+            tokenizer=tokenizer,
             progress=progress,
             remark=lambda text: note(f"otaro: {text}"),
         )

@@ -375,12 +375,3 @@ def parse_cache(name: Precision | str) -> Precision | None:
         return None if name == FLOAT16 else Precision(name)
     except PrecisionError as error:
         raise OtaroError(f"keys and values cannot be kept as {name}: choose {FLOAT16} or {join(Precision)}") from error
-
-
-def widest_that_fits(weights_bytes: Mapping[Precision, int], memory: int) -> Precision:
-    """The widest precision whose weights fit into `memory` bytes."""
-    fitting = [precision for precision, size in weights_bytes.items() if size <= memory]
-    if not fitting:
-        least = min(weights_bytes.values())
-        raise OtaroError(f"{memory / 1e6:.0f} MB are too little: {NARROWEST} needs {least / 1e6:.0f} MB")
-    return max(fitting)

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -330,6 +331,12 @@ def session_size(
     arguments = (model.handle, format.group_size, context, width, threads)
     _check(_library().otaro_session_size(*arguments, *map(ctypes.byref, sizes)))
     return sizes[0].value, sizes[1].value
+
+
+def free_heap() -> None:
+    """Have the C library give back to the system what was freed and it keeps for later, where it can do that."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def read(data: NDArray[numpy.uint64], threads: int) -> int:

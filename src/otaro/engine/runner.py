@@ -210,10 +210,14 @@ def open_runner(
     context: int | None = None,
     kv_cache: Precision | str = FLOAT16,
     progressive: bool = False,
+    tokenizer: Any = None,
     progress: Progress | None = None,
     remark: Callable[[str], None],
 ) -> Runner:
-    """The model in a folder with its tokenizer, ready to run; `remark` is told if it is not the native engine."""
+    """The model in a folder, ready to run; `remark` is told if it is not the native engine.
+
+    The tokenizer is the folder's, loaded if it is not given.
+    """
     import otaro
 
     if backend not in ("auto", "native", "transformers"):
@@ -229,7 +233,7 @@ def open_runner(
             progressive=progressive,
             progress=progress,
         )
-        return NativeRunner(engine, load_tokenizer(folder))
+        return NativeRunner(engine, tokenizer or load_tokenizer(folder))
 
     runner = open_native(folder, backend, "transformers", native, remark)
     if runner is not None:
@@ -238,7 +242,7 @@ def open_runner(
         if given:
             raise OtaroError(f"{option} needs the native engine, which does not run this model")
     model = otaro.load(folder, precision, progress=progress)
-    return TransformersRunner(model, load_tokenizer(folder), context)
+    return TransformersRunner(model, tokenizer or load_tokenizer(folder), context)
 
 
 def open_native(

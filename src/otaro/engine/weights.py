@@ -16,12 +16,13 @@ from otaro.engine.architecture import (
     HEAD,
     matrix_place,
     read_shape,
+    stated_config,
     vector_place,
 )
-from otaro.engine.native import Arena, Matrix, MatrixRole, Model, matrix_size
+from otaro.engine.native import Arena, Matrix, MatrixRole, Model, free_heap, matrix_size
 from otaro.errors import FormatError, PrecisionError
 from otaro.json_file import read_json
-from otaro.model_config import load_config
+from otaro.model_config import check_counts, load_config
 from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
 from otaro.packing import Planes
 from otaro.precision import NARROWEST, Precision
@@ -56,6 +57,7 @@ class Weights:
             else:
                 self._load_bits(width)
         self._tie()
+        free_heap()
         if progress is not None:
             progress("loading", len(widths), len(widths))
 
@@ -102,6 +104,7 @@ class Weights:
             self.precision = width
         else:
             self._drop_bit(width, lock)
+        free_heap()
 
     def widths(self, precision: Precision, overrides: Mapping[str, Precision | str] | None = None) -> bytes:
         """The width of the embedding, of each layer and of the head: `precision`, but never below a floor.
@@ -200,8 +203,9 @@ def packed_size(folder: PackedFolder, precision: Precision) -> int:
 
 
 def read_config(folder: PackedFolder) -> Any:
-    """The transformers config of a packed folder."""
-    return load_config(folder.path, folder.config)
+    """The config of a packed folder, with transformers' help where the file leaves anything open."""
+    check_counts(folder.config, f"config.json of {folder.path.name}")
+    return stated_config(folder.config) or load_config(folder.path, folder.config)
 
 
 def _read_generation(folder: Path) -> dict[str, Any]:

@@ -153,4 +153,6 @@ def _sentence(kind: str, message: str) -> str:
 
 
 _worker = _Worker()
-atexit.register(_worker.end)
+end_worker = _worker.end
+"""Ends the process, which takes about 20 MB; the next conversation starts it again."""
+atexit.register(end_worker)
