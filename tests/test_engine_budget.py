@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import otaro
 from otaro.cli import main
@@ -17,6 +19,7 @@ from otaro.engine import budget
 from otaro.engine.budget import Estimate
 from otaro.errors import OtaroError
 from otaro.precision import Precision
+from otaro.tokenizer import load_tokenizer
 
 
 def test_memory_picks_the_width_and_says_what_was_counted(
@@ -111,3 +114,20 @@ def test_a_process_stays_within_the_memory_it_was_given(tiny_llama: Path, tmp_pa
     limit, taken, *imported = figures.split()
     assert int(limit) - 40_000_000 < int(taken) <= int(limit)  # nor is more counted than is taken
     assert imported == ["False", "False"]  # 200 MB that running natively does without
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", None])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_tokenizer_is_the_same_without_the_model_s_classes(
+    packed_llama: Path, tmp_path: Path, name: str | None, kind: str
+) -> None:
+    """Whatever class a tokenizer names, and whatever transformers makes of it for that kind of model."""
+    folder = tmp_path / "copy"
+    shutil.copytree(packed_llama, folder)
+    for file, values in (("tokenizer_config.json", {"tokenizer_class": name}), ("config.json", {"model_type": kind})):
+        content = {**json.loads((folder / file).read_text()), **values}
+        (folder / file).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    loaded, expected = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert type(loaded) is type(expected)
+    for text in ("hello  world\n", "<user>\u00e9 12345<end>", ""):
+        assert loaded(text)["input_ids"] == expected(text)["input_ids"]
