@@ -173,6 +173,14 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "list": (lambda folder: (folder / "tokenizer.json").write_text("[]"), "not a JSON object"),
     "binary": (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff\xfe\0"), "codec can't decode"),
     "large": (lambda folder: os.truncate(folder / "tokenizer_config.json", 10**9), "has more than 64000000 bytes"),
+    "many": (
+        replaced(Path("tokenizer.json"), model={"type": "BPE", "vocab": {}, "merges": [0] * 1_000_001}),
+        "more than 1000000 tokens and merges",
+    ),
+    "listed": (
+        replaced(Path("tokenizer_config.json"), extra_special_tokens=["x"] * 5001),
+        "tokenizer_config.json lists 5001 things",
+    ),
     "model": (replaced(Path("tokenizer.json"), model=7), "cannot be loaded"),
     "vocabulary": (replaced(Path("tokenizer.json"), model={"type": "BPE", "vocab": 1, "merges": []}), "be loaded"),
     "added": (replaced(Path("tokenizer.json"), added_tokens=[{"id": "x"}]), "cannot be loaded"),
@@ -327,6 +335,8 @@ def test_code_in_the_folder_is_never_run(folder: Path, capfd: pytest.CaptureFixt
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 10**10}, "num_hidden_layers is 10000000000, which is more than 4096"),
     "labels": ({"num_labels": 10**10}, "num_labels is 10000000000"),
+    "values": ({"x": [[]] * 60_000}, "holds more than 50000 values"),
+    "size": ({"x": "x" * 1_000_000}, "has more than 1000000 bytes"),
     "more layers": ({"num_hidden_layers": 3}, "tensor model.layers.2"),
     "many layers": ({"num_hidden_layers": 4000}, "tensor model.layers"),
     "words": ({"hidden_size": "many"}, "config.json of packed cannot be used"),

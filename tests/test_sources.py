@@ -731,6 +731,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": {**ENTRY, "shape": [10**600] * 8000}}, "not counts that a file can have"),
         ({"a": {**ENTRY, "shape": [1] * 17}}, "not counts that a file can have"),
         ({"a\ud800": ENTRY}, "not printable text"),
+        (dict.fromkeys(map(str, range(100_001))), "names 100001 tensors"),
         ({"a": {**ENTRY, "data_offsets": [8, 0]}}, "but has -8"),
         ({"a": {**ENTRY, "data_offsets": [1, 9]}}, "begins at byte 1 of the data instead of 0"),
         ({"a": ENTRY, "b": ENTRY}, "begins at byte 0 of the data instead of 8"),

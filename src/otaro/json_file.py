@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-LARGEST = 16_000_000
-"""Bytes of a config or an index; those of the largest models have a few millions."""
+LARGEST = 1_000_000
+"""Bytes of settings; a config has a few thousand."""
+LARGEST_INDEX = 16_000_000
+"""Bytes of an index of weight files; that of a model with 90,000 tensors has nine million."""
 
 
 def read_json(path: Path, largest: int = LARGEST) -> Any:

@@ -17,6 +17,8 @@ from otaro.errors import FormatError, foreign_code
 MOST_LAYERS = 4096
 MOST_COUNTED = 2**18
 """Heads, experts, labels: whatever is called ``num_…``."""
+MOST_VALUES = 50_000
+"""In a config, all in all."""
 MODULES_PER_TENSOR = 50
 SPARE_MODULES = 1000
 
@@ -34,9 +36,12 @@ def load_config(folder: Path, content: dict[str, Any]) -> Any:
 
 def check_counts(content: Any, place: str) -> None:
     """Refuse numbers of things that no model has; `place` names the file."""
-    waiting = [content]
+    waiting, seen = [content], 0
     while waiting:
         entry = waiting.pop()
+        seen += 1
+        if seen > MOST_VALUES:
+            raise FormatError(f"{place} holds more than {MOST_VALUES} values: fetch it again")
         if isinstance(entry, dict):
             for name, value in entry.items():
                 layers = "layer" in name and "size" not in name

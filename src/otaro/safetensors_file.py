@@ -45,6 +45,7 @@ DTYPES = {
 LENGTH_BYTES = 8
 HEADER_LIMIT = 16_000_000
 """Bytes of a header, about 130 of which describe a tensor."""
+MOST_TENSORS = 100_000
 MOST_DIMENSIONS = 16
 LARGEST_DIMENSION = 2**48
 
@@ -139,6 +140,8 @@ class SafetensorsFile:
         if not isinstance(header, dict):
             raise self._corrupt("its header is not a JSON object")
         self.metadata = self._checked_metadata(header.pop("__metadata__", {}))
+        if len(header) > MOST_TENSORS:
+            raise self._corrupt(f"its header names {len(header)} tensors")
         infos = {name: self._checked_info(name, entry) for name, entry in header.items()}
         self.tensors = dict(sorted(infos.items(), key=lambda item: (item[1].start, item[1].end)))
         self.data_start = LENGTH_BYTES + length

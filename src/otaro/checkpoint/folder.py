@@ -29,7 +29,7 @@ from otaro.checkpoint.layout import (
     signed_header,
 )
 from otaro.errors import FormatError, PrecisionError
-from otaro.json_file import read_json
+from otaro.json_file import LARGEST_INDEX, read_json
 from otaro.precision import NARROWEST, Precision, join
 from otaro.safetensors_file import DTYPES, SafetensorsFile, is_shape, tensor_bytes
 from otaro.sefp import Format
@@ -279,7 +279,7 @@ class PackedFolder:
         if single.is_file() or not index.is_file():
             return [single]
         try:
-            names = sorted(set(read_json(index)["weight_map"].values()))
+            names = sorted(set(read_json(index, LARGEST_INDEX)["weight_map"].values()))
             paths = [self.path / name for name in names]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{index.name} is not an index of weight files: fetch it again") from error

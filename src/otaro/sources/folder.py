@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from otaro.errors import FormatError, SourceError, first_line, foreign_code
-from otaro.json_file import read_json
+from otaro.json_file import LARGEST, LARGEST_INDEX, read_json
 from otaro.model_config import load_config
 from otaro.quiet import quiet
 from otaro.safetensors_file import SafetensorsFile, TensorInfo
@@ -111,7 +111,7 @@ class FolderSource(Source):
         if (self._folder / WEIGHTS).is_file():
             return [WEIGHTS]
         if (self._folder / WEIGHTS_INDEX).is_file():
-            index = _read_json(self._folder / WEIGHTS_INDEX, self.label)
+            index = _read_json(self._folder / WEIGHTS_INDEX, self.label, LARGEST_INDEX)
             weight_map = index.get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise SourceError(f"{WEIGHTS_INDEX} of {self.label} has no weight_map: fetch that file again")
@@ -175,9 +175,9 @@ class FolderSource(Source):
         return str(next(floating, torch.float32)).removeprefix("torch.")
 
 
-def _read_json(path: Path, label: str) -> dict[str, Any]:
+def _read_json(path: Path, label: str, largest: int = LARGEST) -> dict[str, Any]:
     try:
-        content = read_json(path)
+        content = read_json(path, largest)
     except (OSError, ValueError) as error:
         raise SourceError(f"{path.name} of {label} is not readable JSON: {first_line(error)}") from error
     if not isinstance(content, dict):

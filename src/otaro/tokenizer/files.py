@@ -25,7 +25,11 @@ LONGEST_TEXT = 4096
 """Characters of a replacement, an expression, an added token."""
 MOST_GROWTH = 100
 """How many times longer a text may become; SentencePiece's table makes one letter 33 bytes long."""
+MOST_ENTRIES = 1_000_000
+"""Tokens and merges of a vocabulary."""
 MOST_ADDED = 100_000
+MOST_LISTED = 5_000
+"""Special tokens in a list of the settings, which transformers compares with each other."""
 FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -46,6 +50,9 @@ def check_files(folder: Path) -> None:
         for path in (path for pattern in patterns for path in folder.glob(pattern)):
             if path.is_file() and path.stat().st_size > largest:
                 raise ValueError(f"{path.name} has more than {largest} bytes")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            check_settings(read_json(folder / name, LARGEST), name)
     path = folder / "tokenizer.json"
     if path.is_file():
         described = read_json(path, LARGEST)
@@ -54,10 +61,22 @@ def check_files(folder: Path) -> None:
         check_described(described)
 
 
+def check_settings(settings: Any, name: str) -> None:
+    """The same of the content of a file of settings."""
+    values = [settings, *settings.values()] if isinstance(settings, dict) else [settings]
+    for value in values:
+        most = MOST_LISTED if isinstance(value, list) else MOST_ADDED
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ValueError(f"{name} lists {len(value)} things")
+
+
 def check_described(described: dict[str, Any]) -> None:
     """The same of the content of a tokenizer.json."""
     model = described.get("model")
     if isinstance(model, dict):
+        listed = [model[name] for name in ("vocab", "merges") if isinstance(model.get(name), list | dict)]
+        if sum(map(len, listed)) > MOST_ENTRIES:
+            raise ValueError(f"its vocabulary has more than {MOST_ENTRIES} tokens and merges")
         _check_texts({name: value for name, value in model.items() if name not in ("vocab", "merges")})
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         steps = list(_steps(described.get(part)))
