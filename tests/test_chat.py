@@ -322,6 +322,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._file, text.encode())
 
+    def interrupt(self) -> None:
+        """Ctrl-C, once the program waits: just before that, Python would see it with the next key only."""
+        state = Path(f"/proc/{self.pid}/stat")
+        while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.01)
+        self.type("\x03")
+
     def wait_for(self, expected: str, seconds: float = 120) -> str:
         """Read until that is shown; what came before it."""
         end = time.monotonic() + seconds
@@ -373,27 +380,27 @@ def test_ctrl_c_in_a_terminal() -> None:
     terminal.wait_for("> ")
     terminal.type("half a line")
     terminal.wait_for("half a line")
-    terminal.type("\x03")
+    terminal.interrupt()
     terminal.wait_for("Ctrl-C again, Ctrl-D or")
     terminal.wait_for("> ")
     # With text on the line it is cleared again, and nobody leaves.
     terminal.type("more")
     terminal.wait_for("more")
-    terminal.type("\x03")
+    terminal.interrupt()
     terminal.wait_for("> ")
     terminal.type("hello\n")
     terminal.wait_for("these are some words that are\r\nlonger than a line of the\r\nterminal and so")
-    terminal.type("\x03")
+    terminal.interrupt()
     terminal.wait_for("stopped")
     terminal.wait_for("> ")
     # What was said before is still there.
     terminal.type("/save /nowhere/talk.json\n")
     terminal.wait_for("there is no folder")
     terminal.wait_for("> ")
-    terminal.type("\x03")
+    terminal.interrupt()
     terminal.wait_for("leaves")
     terminal.wait_for("> ")
-    terminal.type("\x03")
+    terminal.interrupt()
     assert terminal.exit_code() == 0
 
 
