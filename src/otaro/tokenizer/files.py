@@ -45,7 +45,9 @@ CONSUMING = re.compile(r"(?:\[[^\[\]]+\]|\\[nrtsdwSDW]|[^\\^$|?*+()\[\]{}])(?![*
 
 
 def check_files(folder: Path) -> None:
-    """ValueError or OSError, with the reason, if a file could take much time or memory to use."""
+    """ValueError or OSError, with the reason, if there is no file, or one could take much time or memory to use."""
+    if not any(path.is_file() for pattern in FILES for path in folder.glob(pattern)):
+        raise ValueError("it has none of their files")
     for patterns, largest in ((FILES, LARGEST), (TEMPLATES, LARGEST_TEMPLATE)):
         for path in (path for pattern in patterns for path in folder.glob(pattern)):
             if path.is_file() and path.stat().st_size > largest:
