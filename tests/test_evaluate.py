@@ -115,7 +115,7 @@ def test_a_hopeless_model_has_infinite_perplexity() -> None:
         class config:  # noqa: N801
             @staticmethod
             def get_text_config() -> Any:
-                return type("Config", (), {"max_position_embeddings": 16})
+                return type("Config", (), {"max_position_embeddings": 16, "vocab_size": 4})
 
         def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
             logits = torch.zeros(*input_ids.shape, 4)
