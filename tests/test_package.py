@@ -55,29 +55,36 @@ def test_typing_marker_is_installed() -> None:
 
 
 REGISTERED = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m; print('otaro' in m)"
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param(f"import otaro, transformers; {REGISTERED}", id="before-transformers"),
-        pytest.param(f"import transformers.quantizers.auto, otaro; {REGISTERED}", id="after-transformers"),
-        pytest.param(f"import otaro; from transformers import AutoModelForCausalLM; {REGISTERED}", id="model-class"),
-        pytest.param(f"import otaro.hf; {REGISTERED}", id="own-module-first"),
-    ],
+HOOKED = (
+    "import importlib, sys, otaro; importlib.reload(otaro); "
+    "ours = lambda: sum(type(finder).__module__ == 'otaro._register' for finder in sys.meta_path); "
+    "before = ours(); import transformers.quantizers.auto as auto; "
+    "print(before, ours(), type(auto.__loader__).__name__, type(auto.__spec__.loader).__name__)"
 )
-def test_importing_otaro_registers_with_transformers(code: str) -> None:
-    assert run_python(code) == "True"
+ORDERS = {
+    f"import otaro, transformers; {REGISTERED}": "True",
+    f"import transformers.quantizers.auto, otaro; {REGISTERED}": "True",
+    f"import otaro; from transformers import AutoModelForCausalLM; {REGISTERED}": "True",
+    f"import otaro.hf; {REGISTERED}": "True",
+    HOOKED: "1 0 SourceFileLoader SourceFileLoader",  # the hook is there once, and removes itself
+}
 
 
-def test_import_hook_is_there_once_and_removes_itself() -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no fork")
+def test_importing_otaro_registers_with_transformers_in_any_order() -> None:
+    # Each in a process that has imported neither; torch, which takes long, is imported once for all of them.
     code = (
-        "import importlib, sys, otaro; importlib.reload(otaro); "
-        "ours = lambda: sum(type(finder).__module__ == 'otaro._register' for finder in sys.meta_path); "
-        "before = ours(); import transformers.quantizers.auto as auto; "
-        "print(before, ours(), type(auto.__loader__).__name__, type(auto.__spec__.loader).__name__)"
+        "import os, sys, torch\n"
+        f"for code in {list(ORDERS)!r}:\n"
+        "    sys.stdout.flush()\n"
+        "    process = os.fork()\n"
+        "    if process == 0:\n"
+        "        exec(code, {})\n"
+        "        sys.stdout.flush()\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(process, 0)[1] == 0, code\n"
     )
-    assert run_python(code) == "1 0 SourceFileLoader SourceFileLoader"
+    assert dict(zip(ORDERS, run_python(code).splitlines(), strict=True)) == ORDERS
 
 
 def test_without_transformers_the_hook_changes_nothing() -> None:
