@@ -2,7 +2,7 @@
 
     python bench/bench_pack.py [--threads 2] [--repeats 7] [--json FILE]
 
-pack        weights to planes against ``packing.pack(sefp.encode(...))``; "refined" is polarity and exponent by error
+pack        weights to planes against ``packing.pack(sefp.encode(...))``; "nearest" has no scale to choose
 quantize    weights to their values at E5M4 against encoding and decoding (what a training step does)
 dequantize  planes to values at E5M4 against unpacking and decoding
 
@@ -35,8 +35,7 @@ from otaro.sefp import Format
 
 SHAPES = ((576, 1536), (4096, 4096))
 DTYPES = (torch.float32, torch.bfloat16)
-FORMAT = Format(polarity=False, exponent_by_error=None)
-REFINED = Format()
+FORMAT, NEAREST = Format(), Format("nearest")
 WIDTH = Precision.E5M4
 TARGET = 10.0
 
@@ -77,17 +76,17 @@ def operations(weight: Tensor) -> dict[str, tuple[Callable[[], object], Callable
     columns, dtype = weight.shape[-1], weight.dtype
     planes, _ = cpu.pack(weight, FORMAT)
     full = weight.numel() * weight.element_size()
-    narrow = planes.base.numel() + planes.exponent.numel() + planes.bits[0].numel() * (WIDTH.mantissa - 3)
-    wide = planes.base.numel() + planes.exponent.numel() + sum(plane.numel() for plane in planes.bits)
+    narrow = planes.base.numel() + planes.scale.numel() + planes.bits[0].numel() * (WIDTH.mantissa - 3)
+    wide = planes.base.numel() + planes.scale.numel() + sum(plane.numel() for plane in planes.bits)
     return {
         "pack": (
             lambda: cpu.pack(weight, FORMAT),
             lambda: packing.pack(sefp.encode(weight, WIDEST, FORMAT)),
             full + wide,
         ),
-        "pack, refined": (
-            lambda: cpu.pack(weight, REFINED),
-            lambda: packing.pack(sefp.encode(weight, WIDEST, REFINED)),
+        "pack, nearest": (
+            lambda: cpu.pack(weight, NEAREST),
+            lambda: packing.pack(sefp.encode(weight, WIDEST, NEAREST)),
             full + wide,
         ),
         "quantize": (

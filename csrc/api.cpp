@@ -46,7 +46,7 @@ template <class Job>
 int run_finding(const Job& job, void (*kernel)(const Job&, int64_t, int64_t, Findings&), const Checks& checks,
                 int threads, SharedFindings& shared, int64_t* not_finite) {
     auto body = [&](int64_t first, int64_t last) {
-        if (shared.pointless(group_offset(job.geometry, first))) return;
+        if (shared.pointless(group_offset(checks.geometry(), first))) return;
         Findings findings;
         kernel(job, first, last, findings);
         shared.merge(findings);
@@ -91,17 +91,33 @@ int32_t otaro_isa_supported(int32_t isa) { return kernels_for(isa) != nullptr; }
 
 int32_t otaro_best_isa(void) { return best_isa(); }
 
+int32_t otaro_scales(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
+                     int64_t weight_bytes, int32_t dtype, uint8_t* scale, int64_t scale_bytes, int32_t threads,
+                     int32_t isa) {
+    return guarded([&]() -> int {
+        Checks checks(format, rows, columns);
+        checks.require(valid_dtype(dtype));
+        checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
+        checks.buffer(scale, scale_bytes, checks.all_groups());
+        const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() != OTARO_OK) return checks.error();
+        const ScalesJob job{{checks.geometry(), *format, weight, dtype, nullptr}, scale};
+        return run_groups(job, kernels->scales, checks, threads);
+    });
+}
+
 int32_t otaro_encode(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
-                     int64_t weight_bytes, int32_t dtype, int32_t mantissa, const otaro_codes* codes,
-                     int64_t* not_finite, int32_t threads, int32_t isa) {
+                     int64_t weight_bytes, int32_t dtype, int32_t mantissa, const uint8_t* scale, int64_t scale_bytes,
+                     const otaro_codes* codes, int64_t* not_finite, int32_t threads, int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
         checks.require(valid_dtype(dtype) && valid_mantissa(mantissa) && not_finite != nullptr);
         checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
-        checks.codes(codes, format);
+        checks.codes(codes);
+        checks.scales(scale, scale_bytes, format);
         const Kernels* const kernels = checks.kernels(threads, isa);
         if (checks.error() != OTARO_OK) return checks.error();
-        const EncodeJob job{checks.geometry(), *format, weight, dtype, mantissa, *codes};
+        const EncodeJob job{{checks.geometry(), *format, weight, dtype, scale}, mantissa, *codes};
         SharedFindings shared;
         return run_finding(job, kernels->encode, checks, threads, shared, not_finite);
     });
@@ -112,9 +128,10 @@ int32_t otaro_decode(const otaro_format* format, int64_t rows, int64_t columns, 
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
         checks.require(valid_dtype(dtype) && valid_mantissa(mantissa));
-        checks.codes(codes, format);
+        checks.codes(codes);
         checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
         const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() == OTARO_OK) checks.scales(codes->scale, codes->scale_bytes, format);
         if (checks.error() != OTARO_OK) return checks.error();
         const DecodeJob job{checks.geometry(), *format, *codes, mantissa, value, dtype};
         return run_groups(job, kernels->decode, checks, threads);
@@ -124,7 +141,7 @@ int32_t otaro_decode(const otaro_format* format, int64_t rows, int64_t columns, 
 int32_t otaro_truncate(int32_t scheme, int64_t count, const int16_t* code, int64_t code_bytes, int32_t from, int32_t to,
                        int16_t* result, int64_t result_bytes, int32_t threads, int32_t isa) {
     return guarded([&]() -> int {
-        const otaro_format format{scheme, kBlock, 0, 0};
+        const otaro_format format{scheme, kBlock};
         Checks checks(&format, 1, count);
         checks.require(valid_mantissa(from) && valid_mantissa(to) && to <= from);
         checks.buffer(code, code_bytes, count, sizeof *code);
@@ -139,16 +156,17 @@ int32_t otaro_truncate(int32_t scheme, int64_t count, const int16_t* code, int64
 }
 
 int32_t otaro_pack(const otaro_format* format, int64_t rows, int64_t columns, const void* weight, int64_t weight_bytes,
-                   int32_t dtype, const otaro_planes* planes, int64_t* clamped, int64_t* not_finite, int32_t threads,
-                   int32_t isa) {
+                   int32_t dtype, const uint8_t* scale, int64_t scale_bytes, const otaro_planes* planes,
+                   int64_t* clamped, int64_t* not_finite, int32_t threads, int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
         checks.require(valid_dtype(dtype) && clamped != nullptr && not_finite != nullptr);
         checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
-        checks.planes(planes, format, planes != nullptr ? static_cast<int>(planes->bits_count) : 0);
+        checks.planes(planes, planes != nullptr ? static_cast<int>(planes->bits_count) : 0);
+        checks.scales(scale, scale_bytes, format);
         const Kernels* const kernels = checks.kernels(threads, isa);
         if (checks.error() != OTARO_OK) return checks.error();
-        const PackJob job{checks.geometry(), *format, weight, dtype, *planes};
+        const PackJob job{{checks.geometry(), *format, weight, dtype, scale}, *planes};
         SharedFindings shared;
         const int error = run_finding(job, kernels->pack, checks, threads, shared, not_finite);
         clamped[0] = shared.below();
@@ -164,9 +182,10 @@ int32_t otaro_dequantize(const otaro_format* format, int64_t rows, int64_t colum
         Checks checks(format, rows, columns);
         checks.require(valid_dtype(dtype) && valid_mantissa(mantissa));
         if (checks.error() != OTARO_OK) return checks.error();
-        checks.planes(planes, format, stored_mantissa(format->scheme, mantissa) - kNarrowest);
+        checks.planes(planes, stored_mantissa(format->scheme, mantissa) - kNarrowest);
         checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
         const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes, format);
         if (checks.error() != OTARO_OK) return checks.error();
         const PlanesJob job{checks.geometry(), *format, *planes, mantissa, dtype};
         auto body = [&](int64_t first, int64_t last) {
@@ -179,18 +198,20 @@ int32_t otaro_dequantize(const otaro_format* format, int64_t rows, int64_t colum
 }
 
 int32_t otaro_quantize(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
-                       int64_t weight_bytes, int32_t dtype, int32_t mantissa, const otaro_tiers* tiers, void* value,
-                       int64_t value_bytes, int32_t threads, int32_t isa) {
+                       int64_t weight_bytes, int32_t dtype, int32_t mantissa, const otaro_tiers* tiers,
+                       const uint8_t* scale, int64_t scale_bytes, void* value, int64_t value_bytes, int32_t threads,
+                       int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
         checks.require(valid_dtype(dtype) && valid_mantissa(mantissa));
         checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
         checks.tiers(tiers, format, dtype);
         checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
+        checks.scales(scale, scale_bytes, format);
         const Kernels* const kernels = checks.kernels(threads, isa);
         if (checks.error() != OTARO_OK) return checks.error();
-        const QuantizeJob job{checks.geometry(), *format, weight, deciding(weight, tiers, mantissa), dtype,
-                              mantissa,          value};
+        const QuantizeJob job{
+            {checks.geometry(), *format, weight, dtype, scale}, deciding(weight, tiers, mantissa), mantissa, value};
         return run_groups(job, kernels->quantize, checks, threads);
     });
 }
@@ -202,21 +223,23 @@ int32_t otaro_rows(const otaro_format* format, int64_t rows, int64_t columns, co
         Checks checks(format, rows, columns);
         checks.require(valid_dtype(dtype) && valid_mantissa(mantissa) && count >= 0);
         if (checks.error() != OTARO_OK) return checks.error();
-        checks.planes(planes, format, stored_mantissa(format->scheme, mantissa) - kNarrowest);
+        checks.planes(planes, stored_mantissa(format->scheme, mantissa) - kNarrowest);
         checks.buffer(index, index_bytes, count, sizeof *index);
         int64_t values = 0;
         checks.require(!__builtin_mul_overflow(count, columns, &values));
         checks.buffer(value, value_bytes, values, dtype_bytes(dtype));
         const Kernels* const kernels = checks.kernels(threads, isa);
         if (checks.error() != OTARO_OK) return checks.error();
+        const int64_t groups = checks.geometry().groups;
         for (int64_t i = 0; i < count; ++i) {
             if (index[i] < 0 || index[i] >= rows) return OTARO_ERROR_INDEX;
+            if (!valid_scales(planes->scale + index[i] * groups, groups, format->scheme)) return OTARO_ERROR_SCALE;
         }
         const PlanesJob job{checks.geometry(), *format, *planes, mantissa, dtype};
         auto body = [&](int64_t first, int64_t last) {
             for (int64_t i = first; i < last; ++i) {
                 uint8_t* const row = static_cast<uint8_t*>(value) + i * columns * dtype_bytes(dtype);
-                kernels->dequantize(job, index[i] * job.geometry.groups, (index[i] + 1) * job.geometry.groups, row);
+                kernels->dequantize(job, index[i] * groups, (index[i] + 1) * groups, row);
             }
         };
         parallel(threads, count, row_grain(job.geometry, kRangeWeights), body);
@@ -231,7 +254,7 @@ int32_t otaro_linear(const otaro_format* format, int64_t rows, int64_t columns, 
         Checks checks(format, rows, columns);
         checks.require(valid_mantissa(mantissa) && batch >= 0);
         if (checks.error() != OTARO_OK) return checks.error();
-        checks.planes(planes, format, stored_mantissa(format->scheme, mantissa) - kNarrowest);
+        checks.planes(planes, stored_mantissa(format->scheme, mantissa) - kNarrowest);
         int64_t inputs = 0, outputs = 0;
         checks.require(!__builtin_mul_overflow(batch, columns, &inputs));
         checks.require(!__builtin_mul_overflow(batch, rows, &outputs));
@@ -239,6 +262,7 @@ int32_t otaro_linear(const otaro_format* format, int64_t rows, int64_t columns, 
         checks.buffer(y, y_bytes, outputs, sizeof *y);
         if (bias != nullptr) checks.buffer(bias, bias_bytes, rows, sizeof *bias);
         const Kernels* const kernels = checks.kernels(threads, isa);
+        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes, format);
         if (checks.error() != OTARO_OK) return checks.error();
         if (batch == 0) return OTARO_OK; // rows without columns take no memory: there may be any number of them
         const PlanesJob weight{checks.geometry(), *format, *planes, mantissa, OTARO_FLOAT32};

@@ -13,23 +13,29 @@ namespace {
 constexpr int64_t kRangeWeights = 32768; // weights in a range of work: enough to hide handing it out, few enough for L2
 constexpr int32_t kMaxThreads = 1024;
 
-inline int64_t multiple_of_8(int64_t value) { return (value + 7) / 8 * 8; }
-
 inline int check_format(const otaro_format* format) {
     if (format == nullptr) return OTARO_ERROR_ARGUMENT;
     if (format->scheme < OTARO_TRUNCATE || format->scheme > OTARO_NESTED) return OTARO_ERROR_ARGUMENT;
     const int size = format->group_size;
     if (size != 32 && size != 64 && size != 128 && size != 256) return OTARO_ERROR_ARGUMENT;
-    if (format->polarity != 0 && format->polarity != 1) return OTARO_ERROR_ARGUMENT;
-    const int error = format->exponent_by_error;
-    if (error != 0 && (error < kNarrowest || error > kWidest)) return OTARO_ERROR_ARGUMENT;
-    if (format->scheme != OTARO_NESTED && (format->polarity != 0 || error != 0)) return OTARO_ERROR_ARGUMENT;
     return OTARO_OK;
 }
 
 inline bool valid_mantissa(int mantissa) { return mantissa >= kNarrowest && mantissa <= kWidest; }
 inline bool valid_dtype(int dtype) { return dtype >= OTARO_FLOAT32 && dtype <= OTARO_BFLOAT16; }
 inline int64_t dtype_bytes(int dtype) { return dtype == OTARO_FLOAT32 ? 4 : 2; }
+
+// Whether bytes are scales of a scheme. Without branches, so that the compiler looks at many at a time.
+inline bool valid_scales(const uint8_t* scale, int64_t count, int scheme) {
+    const uint8_t unused = scheme == OTARO_NESTED ? 0 : kScaleSign | 3;
+    uint8_t bad = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const uint8_t above = static_cast<uint8_t>((scale[i] & ~kScaleSign) - kScaleMin);
+        const uint8_t outside = above > kScaleMax - kScaleMin && scale[i] != 0;
+        bad |= static_cast<uint8_t>(outside | (scale[i] & unused));
+    }
+    return bad == 0;
+}
 
 // Collects the first error; the rest of a chain of checks then does nothing.
 class Checks {
@@ -74,7 +80,7 @@ class Checks {
         }
     }
 
-    void planes(const otaro_planes* planes, const otaro_format* format, int count) {
+    void planes(const otaro_planes* planes, int count) {
         require(planes != nullptr);
         if (error_ != OTARO_OK) return;
         require(planes->bits_count >= 0 && planes->bits_count <= OTARO_BIT_PLANES);
@@ -83,16 +89,21 @@ class Checks {
         buffer(planes->base, planes->base_bytes, padded / 2);
         for (int p = 0; p < count && error_ == OTARO_OK; ++p)
             buffer(planes->bits[p], planes->bits_bytes[p], padded / 8);
-        buffer(planes->exponent, planes->exponent_bytes, (all_groups() * kExponentBits + 7) / 8);
-        if (format->polarity != 0) buffer(planes->polarity, planes->polarity_bytes, (all_groups() + 7) / 8);
+        buffer(planes->scale, planes->scale_bytes, all_groups());
     }
 
-    void codes(const otaro_codes* codes, const otaro_format* format) {
+    void codes(const otaro_codes* codes) {
         require(codes != nullptr);
         if (error_ != OTARO_OK) return;
         buffer(codes->code, codes->code_bytes, weights(), sizeof(int16_t));
-        buffer(codes->exponent, codes->exponent_bytes, all_groups());
-        if (format->polarity != 0) buffer(codes->polarity, codes->polarity_bytes, all_groups());
+        buffer(codes->scale, codes->scale_bytes, all_groups());
+    }
+
+    // Scales that are about to be read, of planes or codes; null: there are none.
+    void scales(const uint8_t* scale, int64_t bytes, const otaro_format* format) {
+        if (error_ != OTARO_OK || scale == nullptr) return;
+        require(bytes >= all_groups(), OTARO_ERROR_BUFFER);
+        require(error_ != OTARO_OK || valid_scales(scale, all_groups(), format->scheme), OTARO_ERROR_SCALE);
     }
 
     // The kernels to run, once all is checked.
@@ -108,7 +119,7 @@ class Checks {
     const Geometry& geometry() const { return geometry_; }
     int64_t weights() const { return geometry_.rows * geometry_.columns; }
     int64_t all_groups() const { return geometry_.rows * geometry_.groups; }
-    int64_t group_grain() const { return multiple_of_8(kRangeWeights / geometry_.group_size); }
+    int64_t group_grain() const { return kRangeWeights / geometry_.group_size; }
 
   private:
     int error_;

@@ -18,14 +18,12 @@ int within_ref(int code, int narrower, int dropped) {
     return code < first ? first : code > last ? last : code;
 }
 
-int code_ref(float weight, int field, int mantissa, const otaro_format& format) {
-    if (format.scheme == OTARO_NESTED) {
-        return nested_code_ref(weight, field, format.polarity != 0) >> (kWidest - mantissa);
-    }
+int code_ref(float weight, int scale, int mantissa, int scheme) {
+    if (scheme == OTARO_NESTED) return nested_code_ref(weight, scale) >> (kWidest - mantissa);
     const int limit = (1 << mantissa) - 1;
-    const float scaled = std::fabs(weight) * inverse_step(field, mantissa);
+    const float scaled = std::fabs(weight) * inverse_step(scale, mantissa);
     const float clamped = scaled < static_cast<float>(limit) ? scaled : static_cast<float>(limit);
-    const float magnitude = format.scheme == OTARO_TRUNCATE ? std::floor(clamped) : std::nearbyint(clamped);
+    const float magnitude = scheme == OTARO_TRUNCATE ? std::floor(clamped) : std::nearbyint(clamped);
     return static_cast<int>(magnitude) | (weight < 0 ? 1 << mantissa : 0);
 }
 
@@ -54,46 +52,55 @@ int64_t first_not_finite_ref(const float* group) {
     return i;
 }
 
-void encode_ref(const EncodeJob& job, int64_t first, int64_t last, Findings& findings) {
-    const int size = job.geometry.group_size;
-    for_groups(job.geometry, first, last, [&](int64_t group, int64_t offset, int weights) {
+// Visits groups [first, last) of weights: body(group's number, offset, weights in it, their floats filled up to a whole
+// group, scale). Stops at a weight that is not finite where `findings` asks to know.
+template <class Body>
+void for_weights_ref(const Weights& from, int64_t first, int64_t last, Findings* findings, const Body& body) {
+    for_groups(from.geometry, first, last, [&](int64_t group, int64_t offset, int weights) {
         float buffer[kMaxGroup];
-        const uint32_t largest = load_group_ref(job.weight, job.dtype, offset, weights, size, buffer);
-        if (largest >= kInfinityBits) {
-            findings.not_finite = offset + first_not_finite_ref(buffer);
+        const uint32_t largest =
+            load_group_ref(from.weight, from.dtype, offset, weights, from.geometry.group_size, buffer);
+        if (findings != nullptr && largest >= kInfinityBits) {
+            findings->not_finite = offset + first_not_finite_ref(buffer);
             return false;
         }
-        const GroupCode code = prepare_group_ref(buffer, weights, job.format, largest);
-        job.codes.exponent[group] = static_cast<uint8_t>(code.field);
-        if (job.format.polarity != 0) job.codes.polarity[group] = code.polarity;
-        for (int i = 0; i < weights; ++i) {
-            job.codes.code[offset + i] =
-                static_cast<int16_t>(code_ref(buffer[i], code.field, job.mantissa, job.format));
+        const uint8_t scale =
+            from.scale != nullptr ? from.scale[group] : scale_ref(buffer, weights, from.format.scheme, largest);
+        if (findings != nullptr) {
+            findings->below += scale != 0 && exponent_below(largest);
+            findings->above += exponent_above(largest);
         }
+        body(group, offset, weights, buffer, scale);
         return true;
     });
 }
 
-void pack_ref(const PackJob& job, int64_t first, int64_t last, Findings& findings) {
-    const int size = job.geometry.group_size;
-    const otaro_planes& planes = job.planes;
-    StreamWriter exponents(planes.exponent, first, kExponentBits), polarities(planes.polarity, first, 1);
-    for_groups(job.geometry, first, last, [&](int64_t group, int64_t offset, int weights) {
-        float buffer[kMaxGroup];
-        const uint32_t largest = load_group_ref(job.weight, job.dtype, offset, weights, size, buffer);
-        if (largest >= kInfinityBits) {
-            findings.not_finite = offset + first_not_finite_ref(buffer);
-            return false;
+void scales_ref(const ScalesJob& job, int64_t first, int64_t last) {
+    for_weights_ref(job.from, first, last, nullptr,
+                    [&](int64_t group, int64_t, int, const float*, uint8_t scale) { job.scale[group] = scale; });
+}
+
+void encode_ref(const EncodeJob& job, int64_t first, int64_t last, Findings& findings) {
+    const auto body = [&](int64_t group, int64_t offset, int weights, const float* values, uint8_t scale) {
+        job.codes.scale[group] = scale;
+        for (int i = 0; i < weights; ++i) {
+            const int code = code_ref(values[i], scale, job.mantissa, job.from.format.scheme);
+            job.codes.code[offset + i] = static_cast<int16_t>(code);
         }
-        findings.below += exponent_below(largest);
-        findings.above += exponent_above(largest);
-        const GroupCode code = prepare_group_ref(buffer, weights, job.format, largest);
-        exponents.put(static_cast<unsigned>(code.field));
-        if (job.format.polarity != 0) polarities.put(code.polarity);
+    };
+    for_weights_ref(job.from, first, last, &findings, body);
+}
+
+void pack_ref(const PackJob& job, int64_t first, int64_t last, Findings& findings) {
+    const int size = job.from.geometry.group_size;
+    const otaro_planes& planes = job.planes;
+    const auto body = [&](int64_t group, int64_t, int, const float* values, uint8_t scale) {
+        planes.scale[group] = scale;
         for (int i = 0; i < size; i += 8) {
             unsigned plane[OTARO_BIT_PLANES] = {}, nibbles = 0;
             for (int j = 0; j < 8; ++j) {
-                const unsigned bits = static_cast<unsigned>(code_ref(buffer[i + j], code.field, kWidest, job.format));
+                const unsigned bits =
+                    static_cast<unsigned>(code_ref(values[i + j], scale, kWidest, job.from.format.scheme));
                 nibbles |= bits >> OTARO_BIT_PLANES << (4 * j);
                 for (int p = 0; p < OTARO_BIT_PLANES; ++p) plane[p] |= (bits >> (OTARO_BIT_PLANES - 1 - p) & 1) << j;
             }
@@ -104,10 +111,8 @@ void pack_ref(const PackJob& job, int64_t first, int64_t last, Findings& finding
                 planes.bits[p][(group * size + i) / 8] = static_cast<uint8_t>(plane[p]);
             }
         }
-        return true;
-    });
-    exponents.finish();
-    if (job.format.polarity != 0) polarities.finish();
+    };
+    for_weights_ref(job.from, first, last, &findings, body);
 }
 
 // ---- codes to values ------------------------------------------------------------------------------------------------
@@ -120,16 +125,10 @@ int truncate_code_ref(int code, int scheme, int from, int to) {
     return (code >> from) * (1 << to) | (magnitude < limit ? magnitude : limit);
 }
 
-float value_ref(int code, int scheme, int mantissa, float step, bool polarity) {
-    bool negative = polarity;
-    float value;
-    if (scheme == OTARO_NESTED) {
-        value = (static_cast<float>(code) + nested_bias(mantissa)) * step;
-    } else {
-        value = static_cast<float>(code & ((1 << mantissa) - 1)) * step;
-        negative = code >> mantissa != 0;
-    }
-    return negative ? -value : value;
+float value_ref(int code, int scheme, int mantissa, float step) {
+    if (scheme == OTARO_NESTED) return (static_cast<float>(code) + nested_bias(mantissa)) * step;
+    const float value = static_cast<float>(code & ((1 << mantissa) - 1)) * step;
+    return code >> mantissa != 0 ? -value : value;
 }
 
 void store_ref(void* values, int dtype, int64_t index, float value) {
@@ -144,11 +143,9 @@ void store_ref(void* values, int dtype, int64_t index, float value) {
 
 void decode_ref(const DecodeJob& job, int64_t first, int64_t last) {
     for_groups(job.geometry, first, last, [&](int64_t group, int64_t offset, int weights) {
-        const float size = step(job.codes.exponent[group], job.mantissa);
-        const bool polarity = job.format.polarity != 0 && job.codes.polarity[group] != 0;
+        const float size = step(job.codes.scale[group], job.mantissa);
         for (int64_t i = offset; i < offset + weights; ++i) {
-            store_ref(job.value, job.dtype, i,
-                      value_ref(job.codes.code[i], job.format.scheme, job.mantissa, size, polarity));
+            store_ref(job.value, job.dtype, i, value_ref(job.codes.code[i], job.format.scheme, job.mantissa, size));
         }
         return true;
     });
@@ -161,58 +158,44 @@ void truncate_ref(const TruncateJob& job, int64_t first, int64_t last) {
 }
 
 void quantize_ref(const QuantizeJob& job, int64_t first, int64_t last) {
-    const int group_size = job.geometry.group_size;
+    const Weights& from = job.from;
     const Deciding& deciding = job.deciding;
-    for_groups(job.geometry, first, last, [&](int64_t, int64_t offset, int weights) {
-        float buffer[kMaxGroup];
-        const uint32_t largest = load_group_ref(job.weight, job.dtype, offset, weights, group_size, buffer);
-        const GroupCode group = prepare_group_ref(buffer, weights, job.format, largest);
-        const float size = step(group.field, job.mantissa);
-        const bool tiered = deciding.count > 1 || deciding.weight[0] != job.weight;
+    const bool tiered = deciding.count > 1 || deciding.weight[0] != from.weight;
+    const auto body = [&](int64_t, int64_t offset, int weights, const float* values, uint8_t scale) {
+        const float size = step(scale, job.mantissa);
         int codes[kMaxGroup];
         for (int t = 0; tiered && t < deciding.count; ++t) {
-            load_group_ref(deciding.weight[t], job.dtype, offset, weights, group_size, buffer);
+            float tier[kMaxGroup];
+            load_group_ref(deciding.weight[t], from.dtype, offset, weights, from.geometry.group_size, tier);
             for (int i = 0; i < weights; ++i) {
-                const float weight = group.polarity ? -buffer[i] : buffer[i];
-                const int code = nested_code_ref(weight, group.field, job.format.polarity != 0);
+                const int code = nested_code_ref(tier[i], scale);
                 codes[i] = t == 0 ? code : within_ref(code, codes[i], kWidest - deciding.mantissa[t - 1]);
             }
         }
         for (int i = 0; i < weights; ++i) {
             const int code = tiered ? codes[i] >> (kWidest - job.mantissa)
-                                    : code_ref(buffer[i], group.field, job.mantissa, job.format);
-            store_ref(job.value, job.dtype, offset + i,
-                      value_ref(code, job.format.scheme, job.mantissa, size, group.polarity));
+                                    : code_ref(values[i], scale, job.mantissa, from.format.scheme);
+            store_ref(job.value, from.dtype, offset + i, value_ref(code, from.format.scheme, job.mantissa, size));
         }
-        return true;
-    });
+    };
+    for_weights_ref(from, first, last, nullptr, body);
 }
 
 // One weight of a packed tensor; `position` counts through padded rows.
-float plane_value_ref(const PlanesJob& job, int64_t position, float size, bool polarity) {
+float plane_value_ref(const PlanesJob& job, int64_t position) {
     const int stored = stored_mantissa(job.format.scheme, job.mantissa);
     int code = job.planes.base[position / 2] >> (4 * (position & 1)) & 15;
-    for (int p = 0; p < stored - kNarrowest; ++p) code = code << 1 | stream_bit(job.planes.bits[p], position);
+    for (int p = 0; p < stored - kNarrowest; ++p) code = code << 1 | plane_bit(job.planes.bits[p], position);
     code = truncate_code_ref(code, job.format.scheme, stored, job.mantissa);
-    return value_ref(code, job.format.scheme, job.mantissa, size, polarity);
-}
-
-float plane_step_ref(const PlanesJob& job, int64_t group) {
-    return step(stream_exponent(job.planes.exponent, group), job.mantissa);
-}
-
-bool plane_polarity_ref(const PlanesJob& job, int64_t group) {
-    return job.format.polarity != 0 && stream_bit(job.planes.polarity, group);
+    const float size = step(job.planes.scale[position / job.geometry.group_size], job.mantissa);
+    return value_ref(code, job.format.scheme, job.mantissa, size);
 }
 
 void dequantize_ref(const PlanesJob& job, int64_t first, int64_t last, void* value) {
     int64_t index = 0;
     for_groups(job.geometry, first, last, [&](int64_t group, int64_t, int weights) {
-        const float size = plane_step_ref(job, group);
-        const bool polarity = plane_polarity_ref(job, group);
         for (int i = 0; i < weights; ++i) {
-            const int64_t position = group * job.geometry.group_size + i;
-            store_ref(value, job.dtype, index++, plane_value_ref(job, position, size, polarity));
+            store_ref(value, job.dtype, index++, plane_value_ref(job, group * job.geometry.group_size + i));
         }
         return true;
     });
@@ -226,10 +209,8 @@ void linear_ref(const LinearJob& job, int64_t first, int64_t last) {
         for_groups(geometry, row * geometry.groups, (row + 1) * geometry.groups,
                    [&](int64_t group, int64_t offset, int weights) {
                        float buffer[kMaxGroup];
-                       const float size = plane_step_ref(weight, group);
-                       const bool polarity = plane_polarity_ref(weight, group);
                        for (int i = 0; i < weights; ++i) {
-                           buffer[i] = plane_value_ref(weight, group * geometry.group_size + i, size, polarity);
+                           buffer[i] = plane_value_ref(weight, group * geometry.group_size + i);
                        }
                        for (int64_t b = 0; b < job.batch; ++b) {
                            const float* x = job.x + b * geometry.columns + (offset - row * geometry.columns);
@@ -242,7 +223,8 @@ void linear_ref(const LinearJob& job, int64_t first, int64_t last) {
     }
 }
 
-constexpr Kernels kTable{encode_ref, pack_ref, quantize_ref, decode_ref, truncate_ref, dequantize_ref, linear_ref};
+constexpr Kernels kTable{scales_ref, encode_ref,   pack_ref,       quantize_ref,
+                         decode_ref, truncate_ref, dequantize_ref, linear_ref};
 
 } // namespace
 

@@ -10,7 +10,8 @@ namespace otaro {
 namespace {
 
 template <class V>
-constexpr Kernels kKernels{encode<V>, pack<V>, quantize<V>, decode<V>, truncate<V>, dequantize<V>, linear<V>};
+constexpr Kernels kKernels{scales<V>, encode<V>,   pack<V>,       quantize<V>,
+                           decode<V>, truncate<V>, dequantize<V>, linear<V>};
 
 } // namespace
 } // namespace otaro

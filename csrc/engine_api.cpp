@@ -109,11 +109,11 @@ int32_t otaro_matrix_set_base(otaro_matrix* matrix, const otaro_planes* planes, 
         if (matrix == nullptr || threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
         const Tiles& tiles = matrix->matrix.tiles();
         Checks checks(&matrix->format, tiles.rows, tiles.columns);
-        checks.planes(planes, &matrix->format, 0);
+        checks.planes(planes, 0);
+        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes, &matrix->format);
         if (checks.error() != OTARO_OK) return checks.error();
-        const uint8_t* const polarity = matrix->format.polarity != 0 ? planes->polarity : nullptr;
         Arena* const home = arena == nullptr ? nullptr : &arena->arena;
-        matrix->matrix.set_base(planes->base, planes->exponent, polarity, home, threads);
+        matrix->matrix.set_base(planes->base, planes->scale, home, threads);
         return OTARO_OK;
     });
 }

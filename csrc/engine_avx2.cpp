@@ -58,10 +58,10 @@ struct Avx2Dot : Avx2 {
     }
     static I dot_words(I sum, B words, B x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(words, x)); }
 
-    static F powers(const uint8_t* scale) {
+    static F scales(const uint8_t* scale) {
         const I bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale)));
-        // The byte's own sign fills the upper bits: the float's sign is kept and five bits of exponent.
-        return from_bits(_mm256_and_si256(_mm256_slli_epi32(bytes, 23), set1i(static_cast<int>(0x8f800000u))));
+        // The byte's own sign fills the upper bits: the float's sign is kept, the exponent and the mantissa.
+        return from_bits(_mm256_and_si256(_mm256_slli_epi32(bytes, 21), set1i(static_cast<int>(0x8fe00000u))));
     }
 };
 

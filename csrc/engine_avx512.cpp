@@ -59,10 +59,10 @@ struct Avx512Dot : Avx512 {
     }
     static I dot_words(I sum, B words, B x) { return _mm512_dpwssd_epi32(sum, words, x); }
 
-    static F powers(const uint8_t* scale) {
+    static F scales(const uint8_t* scale) {
         const I bytes = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scale)));
-        // The byte's own sign fills the upper bits: the float's sign is kept and five bits of exponent.
-        return from_bits(_mm512_and_si512(_mm512_slli_epi32(bytes, 23), set1i(static_cast<int>(0x8f800000u))));
+        // The byte's own sign fills the upper bits: the float's sign is kept, the exponent and the mantissa.
+        return from_bits(_mm512_and_si512(_mm512_slli_epi32(bytes, 21), set1i(static_cast<int>(0x8fe00000u))));
     }
 };
 

@@ -23,7 +23,7 @@ struct Activations {
     int8_t* coarse;
     int8_t* fine;    // null: 8 bits are enough
     int16_t* words;  // with `fine`: both bytes as one number; of each 4 columns first 0 and 2, then 1 and 3
-    float* scale;    // one a block, the constant part of the step included
+    float* scale;    // one a block, step_constant included
     float* offset;   // scale * bias * sum of x, one a block
     int64_t columns; // bytes from one row of activations to the next
     int64_t blocks;  // scales and offsets from one row to the next
@@ -39,10 +39,6 @@ struct Product {
     int64_t y_stride;
     bool add; // to what is in y already
 };
-
-// The parts of a step's float that do not depend on the group: a scale byte's exponent is put into a float's exponent as
-// it is (2^(field - 127)), so this is missing in it.
-static inline float step_constant(int mantissa) { return power_of_two(127 - kExponentOffset + 1 - mantissa); }
 
 // What activations of a largest magnitude are multiplied by to become integers up to `most`, and what one of these is worth.
 // One that is not finite makes the whole block, and what is computed from it, not a number: it must not go unnoticed.
@@ -63,10 +59,9 @@ constexpr int64_t kUnpackFrom = 16; // rows of activations from which a tile is 
 // query meets 16 keys at a time; values lie [position][dimension]. Both a head at a time, dimensions padded to 16.
 constexpr int kKeyBlock = 16, kMostHeadDimension = 1024;
 
-// Or as SEFP codes of the scheme "nested", in groups of 64 along a head's dimensions, with polarity and the exponent that
-// leaves the least error at the cache's own width. The row of a head at a position is, for every 32 dimensions, 16 bytes
-// of base and 4 bytes of each bit plane of the width, as in the files, then a byte for each group: the exponent field, 128
-// added where the group is negated. Both keys and values lie [head][position][row].
+// Or as SEFP codes of the scheme "nested", in groups of 64 along a head's dimensions. The row of a head at a position is, for
+// every 32 dimensions, 16 bytes of base and 4 bytes of each bit plane of the width, as in the files, then the scale of each
+// group. Both keys and values lie [head][position][row].
 constexpr int kCacheGroup = 64;
 
 struct Cache {
@@ -75,7 +70,6 @@ struct Cache {
     int64_t row_bytes;
 };
 
-static inline otaro_format cache_format(const Cache& cache) { return {OTARO_NESTED, kCacheGroup, 1, cache.mantissa}; }
 static inline int64_t cache_block_bytes(int mantissa) { return kBlock / 2 + kBlock / 8 * (mantissa - kNarrowest); }
 
 static inline Cache cache_layout(int mantissa, int dimension) {

@@ -51,13 +51,13 @@ struct NeonDot : Neon {
 #    endif
     }
 
-    static F powers(const uint8_t* scale) {
+    static F scales(const uint8_t* scale) {
         int32_t bytes;
         memcpy(&bytes, scale, sizeof bytes);
         const int8x8_t four = vreinterpret_s8_s32(vdup_n_s32(bytes));
         const I wide = vmovl_s16(vget_low_s16(vmovl_s8(four)));
-        // The byte's own sign fills the upper bits: the float's sign is kept and five bits of exponent.
-        return from_bits(vandq_s32(vshlq_n_s32(wide, 23), set1i(static_cast<int>(0x8f800000u))));
+        // The byte's own sign fills the upper bits: the float's sign is kept, the exponent and the mantissa.
+        return from_bits(vandq_s32(vshlq_n_s32(wide, 21), set1i(static_cast<int>(0x8fe00000u))));
     }
 };
 

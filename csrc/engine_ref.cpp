@@ -25,10 +25,9 @@ void multiply_ref(const Product& product, int64_t first, int64_t last, uint8_t*)
                     if (fine) activation = 256 * activation + x.fine[b * x.columns + k];
                     total += tile_code(tiles, row, k, product.mantissa) * activation;
                 }
-                const float power =
-                    tile_step(tiles, row, block * kBlockColumns, product.mantissa) / step_constant(product.mantissa);
+                const float scale = scale_float(tile_scale(tiles, row, block * kBlockColumns));
                 const int64_t entry = b * x.blocks + block;
-                sum = std::fma(power, std::fma(static_cast<float>(total), x.scale[entry], x.offset[entry]), sum);
+                sum = std::fma(scale, std::fma(static_cast<float>(total), x.scale[entry], x.offset[entry]), sum);
             }
             if (product.bias != nullptr) sum += product.bias[row];
             float& y = product.y[b * product.y_stride + row];
@@ -116,7 +115,7 @@ void half_value_ref(const Attention& job, int64_t kv, int64_t position, float* r
 void encode_row_ref(const float* x, const Cache& cache, uint8_t* row) {
     const int64_t block_bytes = cache_block_bytes(cache.mantissa);
     memset(row, 0, static_cast<size_t>(cache.row_bytes));
-    uint8_t* const fields = row + cache.padded_dimension / kBlock * block_bytes;
+    uint8_t* const scales = row + cache.padded_dimension / kBlock * block_bytes;
     for (int start = 0; start < cache.padded_dimension; start += kCacheGroup) {
         const int count = std::min(kCacheGroup, cache.dimension - start);
         const int end = std::min(start + kCacheGroup, cache.padded_dimension);
@@ -126,10 +125,9 @@ void encode_row_ref(const float* x, const Cache& cache, uint8_t* row) {
             values[i] = x[start + i];
             largest = std::max(largest, float_bits(std::fabs(values[i])));
         }
-        const GroupCode group = prepare_group_ref(values, count, cache_format(cache), largest);
-        fields[start / kCacheGroup] = static_cast<uint8_t>(group.field | (group.polarity ? kNegated : 0));
+        const uint8_t scale = scales[start / kCacheGroup] = scale_ref(values, count, OTARO_NESTED, largest);
         for (int d = start; d < end; ++d) {
-            const int code = nested_code_ref(values[d - start], group.field, true), place = d % kBlock;
+            const int code = nested_code_ref(values[d - start], scale), place = d % kBlock;
             uint8_t* const block = row + d / kBlock * block_bytes;
             block[place / 2] |= static_cast<uint8_t>(code >> OTARO_BIT_PLANES << (place % 2 * 4));
             for (int p = 0; p < cache.mantissa - kNarrowest; ++p) {
@@ -142,17 +140,16 @@ void encode_row_ref(const float* x, const Cache& cache, uint8_t* row) {
 
 void decode_row_ref(const uint8_t* row, const Cache& cache, float* x) {
     const int64_t block_bytes = cache_block_bytes(cache.mantissa);
-    const uint8_t* const fields = row + cache.padded_dimension / kBlock * block_bytes;
+    const uint8_t* const scales = row + cache.padded_dimension / kBlock * block_bytes;
     for (int d = 0; d < cache.padded_dimension; ++d) {
         const int place = d % kBlock;
         const uint8_t* const block = row + d / kBlock * block_bytes;
         int code = block[place / 2] >> (place % 2 * 4) & 15;
         for (int p = 0; p < cache.mantissa - kNarrowest; ++p) {
-            code = code << 1 | stream_bit(block + kBlock / 2 + p * kBlock / 8, place);
+            code = code << 1 | plane_bit(block + kBlock / 2 + p * kBlock / 8, place);
         }
-        const uint8_t field = fields[d / kCacheGroup];
-        const float size = step(field & 31, cache.mantissa);
-        x[d] = (static_cast<float>(code) + nested_bias(cache.mantissa)) * (field & kNegated ? -size : size);
+        const float size = step(scales[d / kCacheGroup], cache.mantissa);
+        x[d] = (static_cast<float>(code) + nested_bias(cache.mantissa)) * size;
     }
 }
 

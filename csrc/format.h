@@ -12,16 +12,18 @@
 namespace otaro {
 
 constexpr int kWidest = 8, kNarrowest = 3;
-constexpr int kExponentOffset = 15, kFieldMin = 1, kFieldMax = 30; // field = E + 15, E in [-14, 15]; 0: all zero
-constexpr int kNestedOffset = 272, kNestedMin = 32, kNestedMinPolarity = 16, kNestedMax = 511;
-constexpr float kErrorLimit = 1048576.0f;
+constexpr int kExponentOffset = 15; // a scale's exponent field is E + 15, E in [-14, 15]; byte 0: all zero
+constexpr int kScaleMin = 0x04, kScaleMax = 0x7b, kScaleSign = 0x80;
+constexpr int kNestedOffset = 272, kNestedMin = 16, kNestedMax = 511;
+constexpr int kErrorWidth = 5; // mantissa bits of the width at which the error of a group decides its scale
+constexpr int kErrorUnit = 11; // errors are counted in units of 2^(E-11)
+constexpr int kCandidates = 5; // 2^E and the next four bytes below it
 constexpr int kMaxGroup = 256;
 constexpr int kBlock = 32; // weights handled at a time: the smallest group, 16 bytes of base, 4 bytes of each bit plane
-constexpr int kExponentBits = 5;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 
-// Above this field a product with the inverse step of E5M8 can underflow to zero (the factor is below 1).
-constexpr int kUnderflowField = kExponentOffset + kWidest - 1;
+// Above this magnitude a product with the inverse step of E5M8 can underflow to zero (the factor is below 1).
+constexpr int kUnderflowScale = (kExponentOffset + kWidest - 1) << 2;
 
 // float16 and bfloat16 by their bits, so that templates and overloads can tell them apart.
 struct Half {
@@ -47,75 +49,6 @@ static inline float bits_float(uint32_t bits) {
 // 2^exponent for exponents of normal numbers.
 static inline float power_of_two(int exponent) { return bits_float(static_cast<uint32_t>(exponent + 127) << 23); }
 
-static inline float step(int field, int mantissa) {
-    return field == 0 ? 0.0f : power_of_two(field - kExponentOffset + 1 - mantissa);
-}
-
-static inline float inverse_step(int field, int mantissa) {
-    return power_of_two(mantissa - 1 + kExponentOffset - field);
-}
-
-static inline float nested_bias(int mantissa) { return 0.5f - 8.5f * static_cast<float>(1 << (mantissa - 3)); }
-
-// The exponent field of a group from the bits of its largest magnitude. A subnormal float32 has biased exponent 0, far
-// below the clamp, so its true exponent does not matter.
-static inline int exponent_field(uint32_t largest) {
-    if (largest == 0) return 0;
-    const int field = static_cast<int>(largest >> 23) - 127 + kExponentOffset;
-    return field < kFieldMin ? kFieldMin : field > kFieldMax ? kFieldMax : field;
-}
-
-static inline bool exponent_below(uint32_t largest) { return largest != 0 && largest < float_bits(power_of_two(-14)); }
-static inline bool exponent_above(uint32_t largest) { return largest >= float_bits(power_of_two(16)); }
-
-// The bits that must be at hand to decode at a width: "nearest" rounds a narrower width from one bit more.
-static inline int stored_mantissa(int scheme, int mantissa) {
-    return scheme == OTARO_NEAREST && mantissa < kWidest ? mantissa + 1 : mantissa;
-}
-
-// ---- 5-bit and 1-bit streams ----------------------------------------------------------------------------------------
-
-static inline int stream_exponent(const uint8_t* stream, int64_t entry) {
-    const int64_t position = entry * kExponentBits;
-    const int shift = static_cast<int>(position & 7);
-    int value = stream[position >> 3] >> shift;
-    if (shift > 8 - kExponentBits) value |= stream[(position >> 3) + 1] << (8 - shift);
-    return value & 31;
-}
-
-static inline bool stream_bit(const uint8_t* stream, int64_t entry) { return (stream[entry >> 3] >> (entry & 7)) & 1; }
-
-// Writes entries of a stream one after another. It begins on a whole byte: at an entry that is a multiple of 8.
-namespace {
-class StreamWriter {
-  public:
-    StreamWriter(uint8_t* stream, int64_t entry, int width) : next_(stream + entry / 8 * width), width_(width) {}
-
-    void put(unsigned value) {
-        pending_ |= value << fill_;
-        fill_ += width_;
-        while (fill_ >= 8) {
-            *next_++ = static_cast<uint8_t>(pending_);
-            pending_ >>= 8;
-            fill_ -= 8;
-        }
-    }
-
-    // The last byte of the whole stream, filled with zeros.
-    void finish() {
-        if (fill_ > 0) *next_ = static_cast<uint8_t>(pending_);
-    }
-
-  private:
-    uint8_t* next_;
-    int width_;
-    unsigned pending_ = 0;
-    int fill_ = 0;
-};
-} // namespace
-
-// ---- exact conversions, round to nearest even -----------------------------------------------------------------------
-
 static inline float to_float(float value) { return value; }
 static inline float to_float(Brain value) { return bits_float(static_cast<uint32_t>(value.bits) << 16); }
 
@@ -128,6 +61,47 @@ static inline float to_float(Half value) {
     const uint32_t biased = exponent == 31 ? 255 : exponent + 127 - 15;
     return bits_float(sign | biased << 23 | fraction << 13);
 }
+
+// A scale is the upper half of a float16 and the same bits at their place in a float32, but for the exponent's offset: that
+// float times this constant is the group's signed step.
+static inline float step_constant(int mantissa) { return power_of_two(127 - kExponentOffset + 1 - mantissa); }
+static inline float scale_float(uint8_t scale) { return bits_float((scale & 0x80u) << 24 | (scale & 0x7fu) << 21); }
+static inline float step(uint8_t scale, int mantissa) { return scale_float(scale) * step_constant(mantissa); }
+
+// Its inverse, as the format defines it: the float32 nearest to that of the mantissa, times a power of two.
+static inline float inverse_step(int scale, int mantissa) {
+    constexpr float kInverse[] = {4.0f / 4, 4.0f / 5, 4.0f / 6, 4.0f / 7};
+    const float inverse = kInverse[scale & 3] * power_of_two(mantissa - 1 + kExponentOffset - (scale >> 2 & 31));
+    return scale & kScaleSign ? -inverse : inverse;
+}
+
+static inline float nested_bias(int mantissa) { return 0.5f - 8.5f * static_cast<float>(1 << (mantissa - 3)); }
+
+// The byte of 2^E of a group from the bits of its largest magnitude. A subnormal float32 has biased exponent 0, far below
+// the clamp, so its true exponent does not matter.
+static inline int power_scale(uint32_t largest) {
+    if (largest == 0) return 0;
+    const int scale = (static_cast<int>(largest >> 23) - 127 + kExponentOffset) * 4;
+    return scale < kScaleMin ? kScaleMin : scale > kScaleMax ? kScaleMax & ~3 : scale;
+}
+
+static inline bool exponent_below(uint32_t largest) { return largest < float_bits(power_of_two(-14)); }
+static inline bool exponent_above(uint32_t largest) { return largest >= float_bits(power_of_two(16)); }
+
+// The bits that must be at hand to decode at a width: "nearest" rounds a narrower width from one bit more.
+static inline int stored_mantissa(int scheme, int mantissa) {
+    return scheme == OTARO_NEAREST && mantissa < kWidest ? mantissa + 1 : mantissa;
+}
+
+static inline int plane_bit(const uint8_t* plane, int64_t weight) { return plane[weight >> 3] >> (weight & 7) & 1; }
+
+// Half the distance between two values of kErrorWidth with the scale `candidate`, in units of 2^(E-11), where `first` is the
+// byte of 2^E. Values are odd multiples of it.
+static inline int error_step(int candidate, int first) {
+    return (4 + (candidate & 3)) << (kErrorUnit - 2 - kErrorWidth + (candidate >> 2) - (first >> 2));
+}
+
+// ---- rounding to nearest even ----------------------------------------------------------------------------------------
 
 static inline void from_float(float value, float& result) { result = value; }
 

@@ -1,7 +1,5 @@
-// What an instruction set provides: one function per operation, each over a range of groups (or rows, or codes).
-//
-// A range never crosses a border that two threads would both write: the caller splits pack at multiples of 8 groups,
-// because 8 groups fill whole bytes of the exponent and polarity streams. Sizes have been checked before.
+// What an instruction set provides: one function per operation, each over a range of groups (or rows, or codes). Sizes and
+// scales have been checked before.
 #pragma once
 
 #include <cstdint>
@@ -33,20 +31,28 @@ static inline void for_groups(const Geometry& geometry, int64_t first, int64_t l
     }
 }
 
-struct EncodeJob {
+// Weights in groups; `scale`: those to encode with, null where they must be found.
+struct Weights {
     Geometry geometry;
     otaro_format format;
     const void* weight;
     int dtype;
+    const uint8_t* scale;
+};
+
+struct ScalesJob {
+    Weights from;
+    uint8_t* scale;
+};
+
+struct EncodeJob {
+    Weights from;
     int mantissa;
     otaro_codes codes;
 };
 
 struct PackJob {
-    Geometry geometry;
-    otaro_format format;
-    const void* weight;
-    int dtype;
+    Weights from;
     otaro_planes planes;
 };
 
@@ -58,11 +64,8 @@ struct Deciding {
 };
 
 struct QuantizeJob {
-    Geometry geometry;
-    otaro_format format;
-    const void* weight; // decides exponent and polarity
-    Deciding deciding;  // the code
-    int dtype;
+    Weights from;      // decides the scales
+    Deciding deciding; // the codes
     int mantissa;
     void* value;
 };
@@ -106,6 +109,7 @@ struct Findings {
 };
 
 struct Kernels {
+    void (*scales)(const ScalesJob&, int64_t first, int64_t last);
     void (*encode)(const EncodeJob&, int64_t first, int64_t last, Findings&);
     void (*pack)(const PackJob&, int64_t first, int64_t last, Findings&);
     void (*quantize)(const QuantizeJob&, int64_t first, int64_t last);

@@ -46,8 +46,7 @@ int64_t tiles_bytes(const Tiles& tiles, int mantissa) {
 Matrix::Matrix(int64_t rows, int64_t columns, int group_size)
     : tiles_(tiles_of(rows, columns, group_size)), group_size_(group_size) {}
 
-void Matrix::set_base(const uint8_t* base, const uint8_t* exponent, const uint8_t* polarity, Arena* arena,
-                      int threads) {
+void Matrix::set_base(const uint8_t* base, const uint8_t* scale, Arena* arena, int threads) {
     if (!base_) base_ = plane_memory(arena, base_bytes(tiles_));
     if (!scale_) scale_ = plane_memory(arena, scale_bytes(tiles_));
     auto body = [&](int64_t first, int64_t last) {
@@ -68,10 +67,7 @@ void Matrix::set_base(const uint8_t* base, const uint8_t* exponent, const uint8_
                 }
             }
             for (int64_t group = 0; group < tiles_.groups; ++group) {
-                const int64_t entry = row * tiles_.groups + group;
-                const bool negated = polarity != nullptr && stream_bit(polarity, entry);
-                scale_[(tile * tiles_.groups + group) * kTileRows + place] =
-                    static_cast<uint8_t>(stream_exponent(exponent, entry) | (negated ? kNegated : 0));
+                scale_[(tile * tiles_.groups + group) * kTileRows + place] = scale[row * tiles_.groups + group];
             }
         }
     };
@@ -122,7 +118,7 @@ int64_t Matrix::bytes() const {
 void Matrix::row(int64_t index, int mantissa, float* values) const {
     const float bias = nested_bias(mantissa);
     for (int64_t start = 0; start < tiles_.columns; start += group_size_) {
-        const float size = tile_step(tiles_, index, start, mantissa);
+        const float size = step(tile_scale(tiles_, index, start), mantissa);
         const int64_t end = tiles_.columns - start < group_size_ ? tiles_.columns : start + group_size_;
         for (int64_t k = start; k < end; ++k) {
             values[k] = (static_cast<float>(tile_code(tiles_, index, k, mantissa)) + bias) * size;

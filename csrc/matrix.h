@@ -16,7 +16,7 @@ class Matrix {
     Matrix(int64_t rows, int64_t columns, int group_size);
 
     // From the planes of a file; sizes have been checked. Without an arena, or room in it, planes have memory of their own.
-    void set_base(const uint8_t* base, const uint8_t* exponent, const uint8_t* polarity, Arena* arena, int threads);
+    void set_base(const uint8_t* base, const uint8_t* scale, Arena* arena, int threads);
     void set_bit(int plane, const uint8_t* bits, Arena* arena, int threads);
     void drop_bit(int plane);
 

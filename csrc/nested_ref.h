@@ -1,4 +1,4 @@
-// Groups and their E5M8 codes in the scheme "nested", in plain C++.
+// Scales and E5M8 codes of the scheme "nested", in plain C++.
 #pragma once
 
 #include <cmath>
@@ -8,65 +8,56 @@
 namespace otaro {
 
 // The cell of a weight, in steps, by floor. The clamp comes first so that every float converts to int.
-static inline int floor_clamped(float scaled, float low, float high) {
-    const float clamped = scaled > low ? (scaled < high ? scaled : high) : low;
-    return static_cast<int>(std::floor(clamped));
+static inline int floor_clamped(float scaled, int low, int high) {
+    const float least = static_cast<float>(low), most = static_cast<float>(high);
+    return static_cast<int>(std::floor(scaled > least ? (scaled < most ? scaled : most) : least));
 }
 
-static inline int nested_code_ref(float weight, int field, bool polarity) {
-    const float scaled = weight * inverse_step(field, kWidest);
-    const int low = polarity ? kNestedMinPolarity : kNestedMin;
-    // A product that underflows to zero still lies below zero if the weight does.
-    const int cell = weight < 0 && scaled == 0 ? -1
-                                               : floor_clamped(scaled, static_cast<float>(low - kNestedOffset),
-                                                               static_cast<float>(kNestedMax - kNestedOffset));
+static inline int nested_code_ref(float weight, int scale) {
+    const float scaled = weight * inverse_step(scale, kWidest);
+    // A product that underflows to zero still lies below zero if it has that sign.
+    const int cell = weight != 0 && scaled == 0 && std::signbit(scaled)
+                         ? -1
+                         : floor_clamped(scaled, kNestedMin - kNestedOffset, kNestedMax - kNestedOffset);
     return cell + kNestedOffset;
 }
 
-struct GroupCode {
-    int field;
-    bool polarity;
-};
-
-// Squared error of a group with exponent field `candidate`, in units of (s_8 of `field` / 256)^2: whole numbers, so that
-// every implementation decides alike.
-static inline int64_t squared_error_ref(const float* group, int weights, int field, int candidate,
-                                        const otaro_format& format) {
-    const int mantissa = format.exponent_by_error;
-    const float scale = power_of_two(15 + kExponentOffset - field);
-    const int twice_bias = static_cast<int>(2 * nested_bias(mantissa));
-    int64_t error = 0;
+// Squared error of a group with the scale `candidate`, in units of 2^(E-11), where `first` is the byte of 2^E: whole
+// numbers, so that every implementation decides alike.
+static inline int squared_error_ref(const float* group, int weights, int first, int candidate) {
+    constexpr int kLimit = 1 << kErrorUnit;
+    const int twice_bias = static_cast<int>(2 * nested_bias(kErrorWidth)), size = error_step(candidate, first);
+    int error = 0;
     for (int i = 0; i < weights; ++i) {
-        const int64_t target = floor_clamped(group[i] * scale, -kErrorLimit, kErrorLimit);
-        const int code = nested_code_ref(group[i], candidate, format.polarity != 0) >> (kWidest - mantissa);
-        const int64_t value =
-            static_cast<int64_t>(2 * code + twice_bias) * (1 << (kWidest - mantissa + 7)) / (1 << (field - candidate));
-        error += (target - value) * (target - value);
+        const int target = 2 * floor_clamped(group[i] * inverse_step(first, kErrorUnit), -kLimit, kLimit - 1) + 1;
+        const int code = nested_code_ref(group[i], candidate) >> (kWidest - kErrorWidth);
+        const int difference = target - (2 * code + twice_bias) * size;
+        error += difference * difference;
     }
     return error;
 }
 
-// Decides exponent and polarity of a group from the weights in it, not their padding, and negates it where the polarity
-// says so.
-static inline GroupCode prepare_group_ref(float* group, int weights, const otaro_format& format, uint32_t largest) {
-    GroupCode code{exponent_field(largest), false};
-    if (format.polarity != 0) {
+// The scale of a group from the weights in it, not their padding; `largest` are the bits of the largest magnitude.
+static inline uint8_t scale_ref(const float* group, int weights, int scheme, uint32_t largest) {
+    int scale = power_scale(largest);
+    if (scheme == OTARO_NESTED && largest != 0) {
         float high = 0, low = 0;
         for (int i = 0; i < weights; ++i) {
             high = group[i] > high ? group[i] : high;
             low = group[i] < low ? group[i] : low;
         }
-        code.polarity = high > -low;
-        for (int i = 0; code.polarity && i < weights; ++i) group[i] = -group[i];
-    }
-    if (format.exponent_by_error != 0 && code.field > kFieldMin) {
-        const int lowered = code.field - 1;
-        if (squared_error_ref(group, weights, code.field, lowered, format) <
-            squared_error_ref(group, weights, code.field, code.field, format)) {
-            code.field = lowered;
+        const int first = high > -low ? scale | kScaleSign : scale, candidates = scale > kScaleMin ? kCandidates : 1;
+        int least = squared_error_ref(group, weights, first, first);
+        scale = first;
+        for (int candidate = first - 1; candidate > first - candidates; --candidate) {
+            const int error = squared_error_ref(group, weights, first, candidate);
+            if (error < least) {
+                least = error;
+                scale = candidate;
+            }
         }
     }
-    return code;
+    return static_cast<uint8_t>(scale);
 }
 
 } // namespace otaro

@@ -6,8 +6,10 @@
  *
  *     base      (padded columns / 2) bytes a row: the top 4 bits of each code, the earlier weight in the low half
  *     bits[i]   (padded columns / 8) bytes a row: bit i+4 of each code from the top, the earliest weight lowest
- *     exponent  one stream over all groups of the tensor, 5 bits each, low bits first
- *     polarity  one stream over all groups of the tensor, 1 bit each, where the format uses it
+ *     scale     a byte a group: the upper half of the float16 that its steps are multiples of, 0 for a group of zeros
+ *
+ * Bytes that are no scales (zero with a sign, subnormal numbers, infinities, NaN; with OTARO_TRUNCATE and OTARO_NEAREST all
+ * that are no powers of two) are refused wherever scales are read.
  *
  * Every buffer comes with its size in bytes, which is checked before anything is read or written. Every function returns
  * 0 or one of the error codes below and never throws. Calls may run at the same time from several threads, and the result
@@ -33,7 +35,8 @@ enum otaro_error {
     OTARO_ERROR_INDEX = 4,      /* a row number outside the tensor */
     OTARO_ERROR_ISA = 5,        /* instructions that this machine or this build does not have */
     OTARO_ERROR_PLANES = 6,     /* fewer bit planes than the width needs */
-    OTARO_ERROR_INTERNAL = 7    /* out of memory or the like */
+    OTARO_ERROR_INTERNAL = 7,   /* out of memory or the like */
+    OTARO_ERROR_SCALE = 8       /* a byte that is no scale of the format */
 };
 
 enum otaro_dtype { OTARO_FLOAT32 = 0, OTARO_FLOAT16 = 1, OTARO_BFLOAT16 = 2 };
@@ -46,8 +49,6 @@ enum otaro_isa { OTARO_AUTO = 0, OTARO_REFERENCE = 1, OTARO_AVX2 = 2, OTARO_AVX5
 typedef struct {
     int32_t scheme;
     int32_t group_size;
-    int32_t polarity;          /* 0 or 1 */
-    int32_t exponent_by_error; /* mantissa bits of the width whose error decides; 0: not used */
 } otaro_format;
 
 typedef struct {
@@ -56,20 +57,16 @@ typedef struct {
     uint8_t* bits[OTARO_BIT_PLANES];
     int64_t bits_bytes[OTARO_BIT_PLANES];
     int64_t bits_count; /* how many of `bits` there are */
-    uint8_t* exponent;
-    int64_t exponent_bytes;
-    uint8_t* polarity;
-    int64_t polarity_bytes;
+    uint8_t* scale;
+    int64_t scale_bytes;
 } otaro_planes;
 
-/* Codes at a width: int16 of the tensor's own shape (rows not padded), one byte per group for exponent and polarity. */
+/* Codes at a width: int16 of the tensor's own shape (rows not padded), and a scale per group. */
 typedef struct {
     int16_t* code;
     int64_t code_bytes;
-    uint8_t* exponent;
-    int64_t exponent_bytes;
-    uint8_t* polarity;
-    int64_t polarity_bytes;
+    uint8_t* scale;
+    int64_t scale_bytes;
 } otaro_codes;
 
 /* Weights that decide the bits of narrow widths within the cells that narrower ones chose, each of the tensor's own size
@@ -85,10 +82,17 @@ OTARO_API int32_t otaro_abi_version(void);
 OTARO_API int32_t otaro_isa_supported(int32_t isa);
 OTARO_API int32_t otaro_best_isa(void);
 
-/* Weights to codes at a width. `not_finite` receives the flat index of the first bad weight with ERROR_NOT_FINITE. */
+/* The scales that weights are encoded with. Where a weight is not finite that of its group is unspecified. */
+OTARO_API int32_t otaro_scales(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
+                               int64_t weight_bytes, int32_t dtype, uint8_t* scale, int64_t scale_bytes,
+                               int32_t threads, int32_t isa);
+
+/* Weights to codes at a width. `scale`, here and below, are scales to encode with; null: they are found from the weight.
+ * `not_finite` receives the flat index of the first bad weight with ERROR_NOT_FINITE. */
 OTARO_API int32_t otaro_encode(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
-                               int64_t weight_bytes, int32_t dtype, int32_t mantissa, const otaro_codes* codes,
-                               int64_t* not_finite, int32_t threads, int32_t isa);
+                               int64_t weight_bytes, int32_t dtype, int32_t mantissa, const uint8_t* scale,
+                               int64_t scale_bytes, const otaro_codes* codes, int64_t* not_finite, int32_t threads,
+                               int32_t isa);
 
 /* Codes of a width to values. */
 OTARO_API int32_t otaro_decode(const otaro_format* format, int64_t rows, int64_t columns, const otaro_codes* codes,
@@ -100,10 +104,11 @@ OTARO_API int32_t otaro_truncate(int32_t scheme, int64_t count, const int16_t* c
                                  int32_t to, int16_t* result, int64_t result_bytes, int32_t threads, int32_t isa);
 
 /* Weights to the planes of their E5M8 codes (the first `bits_count` bit planes). `clamped` receives two counts of groups:
- * those that are not all zero and whose exponent lies below the least, and those whose exponent lies above the greatest. */
+ * those whose scale is not 0 and whose exponent lies below the least, and those whose exponent lies above the greatest. */
 OTARO_API int32_t otaro_pack(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
-                             int64_t weight_bytes, int32_t dtype, const otaro_planes* planes, int64_t* clamped,
-                             int64_t* not_finite, int32_t threads, int32_t isa);
+                             int64_t weight_bytes, int32_t dtype, const uint8_t* scale, int64_t scale_bytes,
+                             const otaro_planes* planes, int64_t* clamped, int64_t* not_finite, int32_t threads,
+                             int32_t isa);
 
 /* Planes to values at a width. */
 OTARO_API int32_t otaro_dequantize(const otaro_format* format, int64_t rows, int64_t columns,
@@ -111,10 +116,11 @@ OTARO_API int32_t otaro_dequantize(const otaro_format* format, int64_t rows, int
                                    int32_t dtype, int32_t threads, int32_t isa);
 
 /* Weights to the values they have at a width, in the same dtype. Where a weight is not finite the values of its group
- * are unspecified. `tiers`, which may be null, are for the scheme "nested": exponent and polarity come from the weight. */
+ * are unspecified. `tiers`, which may be null, are for the scheme "nested": scales are found from the weight. */
 OTARO_API int32_t otaro_quantize(const otaro_format* format, int64_t rows, int64_t columns, const void* weight,
                                  int64_t weight_bytes, int32_t dtype, int32_t mantissa, const otaro_tiers* tiers,
-                                 void* value, int64_t value_bytes, int32_t threads, int32_t isa);
+                                 const uint8_t* scale, int64_t scale_bytes, void* value, int64_t value_bytes,
+                                 int32_t threads, int32_t isa);
 
 /* The rows numbered by `index` as values at a width, in the order asked for. */
 OTARO_API int32_t otaro_rows(const otaro_format* format, int64_t rows, int64_t columns, const otaro_planes* planes,

@@ -35,8 +35,8 @@ OTARO_API int32_t otaro_matrix_size(const otaro_format* format, int64_t rows, in
 OTARO_API int32_t otaro_matrix_create(const otaro_format* format, int64_t rows, int64_t columns, otaro_matrix** matrix);
 OTARO_API void otaro_matrix_destroy(otaro_matrix* matrix);
 
-/* Base, exponents and polarity from `planes`, whose bit planes are not looked at. They lie in `arena` if it is not null and
- * has room, otherwise in memory of their own. */
+/* Base and scales from `planes`, whose bit planes are not looked at. They lie in `arena` if it is not null and has room,
+ * otherwise in memory of their own. */
 OTARO_API int32_t otaro_matrix_set_base(otaro_matrix* matrix, const otaro_planes* planes, otaro_arena* arena,
                                         int32_t threads);
 
@@ -104,7 +104,7 @@ OTARO_API int32_t otaro_model_set_vector(otaro_model* model, int64_t layer, int3
 /* ---- sessions --------------------------------------------------------------------------------------------------- */
 
 /* A session holds keys and values for up to `context` tokens, as float16 where `cache_mantissa` is 0, otherwise as SEFP
- * codes of that width (OTARO_NESTED with polarity and the exponent by error, groups of 64 along a head's dimensions).
+ * codes of that width (OTARO_NESTED, groups of 64 along a head's dimensions).
  * Every matrix and norm must have been set. */
 OTARO_API int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t cache_mantissa, int32_t isa,
                                        otaro_session** session);

@@ -12,18 +12,17 @@ namespace otaro {
 namespace {
 
 template <class V> void encode_row(const float* x, const Cache& cache, uint8_t* row) {
-    const otaro_format format = cache_format(cache);
     const int planes = cache.mantissa - kNarrowest;
     const int64_t block_bytes = cache_block_bytes(cache.mantissa);
-    uint8_t* fields = row + cache.padded_dimension / kBlock * block_bytes;
+    uint8_t* scales = row + cache.padded_dimension / kBlock * block_bytes;
     for (int start = 0; start < cache.dimension; start += kCacheGroup) {
         float buffer[kCacheGroup];
         const int count = cache.dimension - start < kCacheGroup ? cache.dimension - start : kCacheGroup;
         const int size = (count + kBlock - 1) / kBlock * kBlock;
         const float* const values = padded<float>(x + start, count, size, buffer);
-        const Group group = prepare<V>(values, size, count, format);
-        *fields++ = static_cast<uint8_t>(group.field | (group.negate ? kNegated : 0));
-        encode_group<V>(values, size, format, group, kWidest, [&](int i, const Block<V>& block, auto) {
+        const int scale = find_scale<V>(values, size, count, OTARO_NESTED, measure<V>(values, size));
+        *scales++ = static_cast<uint8_t>(scale);
+        encode_group<V>(values, size, OTARO_NESTED, scale, kWidest, [&](int i, const Block<V>& block, auto) {
             uint8_t* const to = row + (start + i) / kBlock * block_bytes;
             uint32_t words[OTARO_BIT_PLANES];
             V::pack(block, to, words);
@@ -35,10 +34,9 @@ template <class V> void encode_row(const float* x, const Cache& cache, uint8_t* 
 template <class V, int kPlanes> void decode_planes(const uint8_t* row, const Cache& cache, float* x) {
     constexpr int kMantissa = kNarrowest + kPlanes;
     constexpr int64_t kBytes = kBlock / 2 + kBlock / 8 * kPlanes;
-    const uint8_t* const fields = row + cache.padded_dimension / kBlock * kBytes;
+    const uint8_t* const scales = row + cache.padded_dimension / kBlock * kBytes;
     for (int start = 0; start < cache.padded_dimension; start += kBlock) {
-        const uint8_t field = fields[start / kCacheGroup];
-        const NestedDecoder<V> decoder(field & 31, (field & kNegated) != 0, kMantissa);
+        const NestedDecoder<V> decoder(scales[start / kCacheGroup], kMantissa);
         // `unpack` finds the word of a plane behind the plane's beginning; here a plane is one word.
         uint8_t* const base = const_cast<uint8_t*>(row) + start / kBlock * kBytes;
         uint8_t* planes[OTARO_BIT_PLANES];

@@ -9,9 +9,8 @@ namespace {
 // Codes of one group at a width to float32. Addition and multiplication stay apart: fused, a zero would lose its sign.
 template <class V> class NestedDecoder {
   public:
-    NestedDecoder(int field, bool negate, int mantissa)
-        : bias_(V::set1(nested_bias(mantissa))),
-          step_(V::set1(negate ? -step(field, mantissa) : step(field, mantissa))) {}
+    NestedDecoder(uint8_t scale, int mantissa)
+        : bias_(V::set1(nested_bias(mantissa))), step_(V::set1(step(scale, mantissa))) {}
 
     typename V::F operator()(typename V::I code) const { return V::mul(V::add(V::to_float(code), bias_), step_); }
 
@@ -21,8 +20,8 @@ template <class V> class NestedDecoder {
 
 template <class V> class SignDecoder {
   public:
-    SignDecoder(int field, int mantissa)
-        : step_(V::set1(step(field, mantissa))), mask_(V::set1i((1 << mantissa) - 1)), mantissa_(V::count(mantissa)) {}
+    SignDecoder(uint8_t scale, int mantissa)
+        : step_(V::set1(step(scale, mantissa))), mask_(V::set1i((1 << mantissa) - 1)), mantissa_(V::count(mantissa)) {}
 
     typename V::F operator()(typename V::I code) const {
         const typename V::F value = V::mul(V::to_float(V::andi(code, mask_)), step_);
@@ -62,7 +61,6 @@ template <class V> void decode(const DecodeJob& job, int64_t first, int64_t last
             const int16_t* const code = padded<int16_t>(job.codes.code + offset, weights, size, buffer);
             T* const result = static_cast<T*>(job.value) + offset;
             T* const target = weights == size ? result : values;
-            const bool negate = job.format.polarity != 0 && job.codes.polarity[index] != 0;
             const auto blocks = [&](const auto& decoder) {
                 for (int i = 0; i < size; i += kBlock) {
                     Block<V> block;
@@ -72,11 +70,11 @@ template <class V> void decode(const DecodeJob& job, int64_t first, int64_t last
                     }
                 }
             };
-            const int field = job.codes.exponent[index];
+            const uint8_t scale = job.codes.scale[index];
             if (job.format.scheme == OTARO_NESTED) {
-                blocks(NestedDecoder<V>(field, negate, job.mantissa));
+                blocks(NestedDecoder<V>(scale, job.mantissa));
             } else {
-                blocks(SignDecoder<V>(field, job.mantissa));
+                blocks(SignDecoder<V>(scale, job.mantissa));
             }
             if (weights < size) memcpy(result, values, static_cast<size_t>(weights) * sizeof(T));
             return true;
@@ -111,8 +109,7 @@ template <class V> void truncate(const TruncateJob& job, int64_t first, int64_t 
 template <class V, class T, int kPlanes> void dequantize_group(const PlanesJob& job, int64_t index, T* values) {
     const int size = job.geometry.group_size;
     const int stored = kNarrowest + kPlanes;
-    const bool negate = job.format.polarity != 0 && stream_bit(job.planes.polarity, index);
-    const int field = stream_exponent(job.planes.exponent, index);
+    const uint8_t scale = job.planes.scale[index];
     const auto blocks = [&](const auto& value) {
         for (int i = 0; i < size; i += kBlock) {
             const int64_t position = index * size + i;
@@ -122,12 +119,12 @@ template <class V, class T, int kPlanes> void dequantize_group(const PlanesJob& 
         }
     };
     if (job.format.scheme == OTARO_NESTED) {
-        blocks(NestedDecoder<V>(field, negate, job.mantissa));
+        blocks(NestedDecoder<V>(scale, job.mantissa));
     } else if (job.mantissa == stored) {
-        blocks(SignDecoder<V>(field, job.mantissa));
+        blocks(SignDecoder<V>(scale, job.mantissa));
     } else {
         const RoundingCut<V> cut(stored, job.mantissa);
-        const SignDecoder<V> decoder(field, job.mantissa);
+        const SignDecoder<V> decoder(scale, job.mantissa);
         blocks([&](typename V::I code) { return decoder(cut(code)); });
     }
 }

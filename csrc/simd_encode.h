@@ -8,7 +8,7 @@ namespace otaro {
 namespace {
 
 // u = clamp(floor(w / s_8) + 272), then cut to a width. The clamp comes before the floor: its bounds are whole numbers, so
-// the result is the same, and every float then converts to int. `kUnderflow` is for large exponents, where the product can
+// the result is the same, and every float then converts to int. `kUnderflow` is for large scales, where the product can
 // underflow to zero: a weight below zero still belongs to the cell below zero.
 template <class V, bool kUnderflow, bool kCut> class NestedCoder {
   public:
@@ -16,10 +16,9 @@ template <class V, bool kUnderflow, bool kCut> class NestedCoder {
     using F = typename V::F;
     using I = typename V::I;
 
-    NestedCoder(int field, bool negate, bool polarity, int mantissa)
-        : inverse_(V::set1(negate ? -inverse_step(field, kWidest) : inverse_step(field, kWidest))),
-          sign_(V::set1(negate ? -1.0f : 1.0f)),
-          low_(V::set1(static_cast<float>((polarity ? kNestedMinPolarity : kNestedMin) - kNestedOffset))),
+    NestedCoder(int scale, int mantissa)
+        : inverse_(V::set1(inverse_step(scale, kWidest))), sign_(V::set1(scale & kScaleSign ? -1.0f : 1.0f)),
+          low_(V::set1(static_cast<float>(kNestedMin - kNestedOffset))),
           high_(V::set1(static_cast<float>(kNestedMax - kNestedOffset))), offset_(V::set1i(kNestedOffset)),
           cut_(V::count(kWidest - mantissa)) {}
 
@@ -46,8 +45,8 @@ template <class V, bool kRound> class SignCoder {
     using F = typename V::F;
     using I = typename V::I;
 
-    SignCoder(int field, int mantissa)
-        : inverse_(V::set1(inverse_step(field, mantissa))), limit_(V::set1(static_cast<float>((1 << mantissa) - 1))),
+    SignCoder(int scale, int mantissa)
+        : inverse_(V::set1(inverse_step(scale, mantissa))), limit_(V::set1(static_cast<float>((1 << mantissa) - 1))),
           sign_(V::set1i(1 << mantissa)) {}
 
     I operator()(F weight) const {
@@ -85,29 +84,19 @@ void encode_blocks(const T* weight, int size, const Coder& coder, const Sink& si
     }
 }
 
-struct Group {
-    uint32_t largest; // bits of the largest magnitude
-    int field;
-    bool negate;
-};
-
 // Hands the codes of a group at a width to the sink: sink(position in the group, block, Number<1 if nested, else 0>).
 template <class V, class T, class Sink>
-void encode_group(const T* weight, int size, const otaro_format& format, const Group& group, int mantissa,
-                  const Sink& sink) {
-    if (format.scheme == OTARO_TRUNCATE) {
-        encode_blocks<V>(weight, size, SignCoder<V, false>(group.field, mantissa), sink);
-    } else if (format.scheme == OTARO_NEAREST) {
-        encode_blocks<V>(weight, size, SignCoder<V, true>(group.field, mantissa), sink);
-    } else if (group.field > kUnderflowField) {
-        const NestedCoder<V, true, true> coder(group.field, group.negate, format.polarity != 0, mantissa);
-        encode_blocks<V>(weight, size, coder, sink);
+void encode_group(const T* weight, int size, int scheme, int scale, int mantissa, const Sink& sink) {
+    if (scheme == OTARO_TRUNCATE) {
+        encode_blocks<V>(weight, size, SignCoder<V, false>(scale, mantissa), sink);
+    } else if (scheme == OTARO_NEAREST) {
+        encode_blocks<V>(weight, size, SignCoder<V, true>(scale, mantissa), sink);
+    } else if ((scale & ~kScaleSign) > kUnderflowScale) {
+        encode_blocks<V>(weight, size, NestedCoder<V, true, true>(scale, mantissa), sink);
     } else if (mantissa < kWidest) {
-        const NestedCoder<V, false, true> coder(group.field, group.negate, format.polarity != 0, mantissa);
-        encode_blocks<V>(weight, size, coder, sink);
+        encode_blocks<V>(weight, size, NestedCoder<V, false, true>(scale, mantissa), sink);
     } else {
-        const NestedCoder<V, false, false> coder(group.field, group.negate, format.polarity != 0, mantissa);
-        encode_blocks<V>(weight, size, coder, sink);
+        encode_blocks<V>(weight, size, NestedCoder<V, false, false>(scale, mantissa), sink);
     }
 }
 
@@ -131,86 +120,104 @@ void encode_blocks_within(const T* const* tiers, const Deciding& deciding, int s
 
 // As encode_group, for codes that several weights decide, one after another.
 template <class V, class T, class Sink>
-void encode_group_within(const T* const* tiers, const Deciding& deciding, int size, const otaro_format& format,
-                         const Group& group, int mantissa, const Sink& sink) {
-    if (group.field > kUnderflowField) {
-        const NestedCoder<V, true, false> coder(group.field, group.negate, format.polarity != 0, kWidest);
-        encode_blocks_within<V>(tiers, deciding, size, mantissa, coder, sink);
+void encode_group_within(const T* const* tiers, const Deciding& deciding, int size, int scale, int mantissa,
+                         const Sink& sink) {
+    if ((scale & ~kScaleSign) > kUnderflowScale) {
+        encode_blocks_within<V>(tiers, deciding, size, mantissa, NestedCoder<V, true, false>(scale, kWidest), sink);
     } else {
-        const NestedCoder<V, false, false> coder(group.field, group.negate, format.polarity != 0, kWidest);
-        encode_blocks_within<V>(tiers, deciding, size, mantissa, coder, sink);
+        encode_blocks_within<V>(tiers, deciding, size, mantissa, NestedCoder<V, false, false>(scale, kWidest), sink);
     }
 }
 
-// Squared error of a group with exponent field `candidate`, in units of (s_8 of `field` / 256)^2: whole numbers, exact.
-template <class V, class T>
-int64_t squared_error(const T* weight, int size, const otaro_format& format, const Group& group, int candidate) {
-    using F = typename V::F;
-    using I = typename V::I;
-    const int mantissa = format.exponent_by_error, lowered = group.field - candidate;
-    const float unit = power_of_two(15 + kExponentOffset - group.field);
-    const F scale = V::set1(group.negate ? -unit : unit);
-    const F low = V::set1(-kErrorLimit), high = V::set1(kErrorLimit);
-    const I twice_bias = V::set1i(static_cast<int>(2 * nested_bias(mantissa)));
-    const typename V::Count shift = V::count(kWidest - mantissa + 7 - lowered);
-    typename V::L sum = V::zerol();
-    const Group tried{group.largest, candidate, group.negate};
-    encode_group<V>(weight, size, format, tried, mantissa, [&](int i, const Block<V>& block, auto) {
-        for (int v = 0; v < Block<V>::kParts; ++v) {
-            const F scaled = V::mul(V::load(weight + i + v * V::kLanes), scale);
-            const I target = V::floor_int(V::min(V::max(scaled, low), high));
-            const I twice = V::addi(V::addi(block.part[v], block.part[v]), twice_bias);
-            sum = V::add_square(sum, V::subi(target, V::shift_left(twice, shift)));
-        }
-    });
-    return V::sum(sum);
-}
+// ---- scales ---------------------------------------------------------------------------------------------------------
 
-// The largest magnitude and, where wanted, whether the largest weight is the positive one.
-template <class V, class T, bool kPolarity>
-__attribute__((always_inline)) inline Group measure(const T* weight, int size) {
+// A cell of E5M8 cut to kErrorWidth is the cell of the product that is scaled down as much, and its value the odd multiple
+// 2 * cell + 1 of the step; both because the offset of the code is cut without a rest.
+static_assert(kNestedOffset % (1 << (kWidest - kErrorWidth)) == 0, "see above");
+constexpr int kErrorLow = (kNestedMin - kNestedOffset) >> (kWidest - kErrorWidth);
+constexpr int kErrorHigh = (kNestedMax - kNestedOffset) >> (kWidest - kErrorWidth);
+
+// Of a group's candidates, `first` and the bytes below it, the one with the least squared error. All numbers fit 16 bits and
+// their squares' sum 32. `kExtreme` is for large scales, where weights may lie outside the range of the format, and
+// products underflow: a weight below zero still belongs to the cell below zero. Not inlined: its registers would burden
+// the paths that need none of this.
+template <class V, class T, bool kExtreme>
+__attribute__((noinline)) int least_error(const T* weight, int size, int weights, int first) {
     using F = typename V::F;
-    typename V::I largest = V::set1i(0);
-    F high = V::set1(0.0f), low = V::set1(0.0f);
-    for (int i = 0; i < size; i += kBlock) {
-        for (int v = 0; v < Block<V>::kParts; ++v) {
-            const F x = V::load(weight + i + v * V::kLanes);
-            largest = V::maxi(largest, V::bits(V::abs(x)));
-            if (kPolarity) {
-                high = V::max(x, high);
-                low = V::min(x, low);
+    using S = typename V::S;
+    const int plain = first & ~kScaleSign;
+    const F sign = V::set1(first & kScaleSign ? -1.0f : 1.0f), unit = V::set1(inverse_step(plain, kErrorUnit));
+    const S low = V::set1s(kErrorLow), high = V::set1s(kErrorHigh), one = V::set1s(1);
+    F inverse[kCandidates];
+    S half[kCandidates], whole[kCandidates];
+    typename V::I sum[kCandidates];
+    for (int c = 0; c < kCandidates; ++c) {
+        inverse[c] = V::set1(inverse_step(plain - c, kErrorWidth));
+        half[c] = V::set1s(error_step(plain - c, plain));
+        whole[c] = V::set1s(2 * error_step(plain - c, plain));
+        sum[c] = V::set1i(0);
+    }
+    for (int i = 0; i < size; i += 2 * V::kLanes) {
+        F x[2] = {V::mul(V::load(weight + i), sign), V::mul(V::load(weight + i + V::kLanes), sign)};
+        for (int h = 0; kExtreme && h < 2; ++h) {
+            x[h] = V::min(V::max(x[h], V::set1(-power_of_two(17))), V::set1(power_of_two(17)));
+        }
+        const auto cells = [&](F factor) {
+            return V::narrow(V::floor_int(V::mul(x[0], factor)), V::floor_int(V::mul(x[1], factor)));
+        };
+        S target = cells(unit);
+        if (kExtreme) {
+            target = V::mins(V::maxs(target, V::set1s(-(1 << kErrorUnit))), V::set1s((1 << kErrorUnit) - 1));
+            for (F& lanes : x) {
+                lanes = V::select(V::less_than_zero(lanes), V::min(lanes, V::set1(-power_of_two(-60))), lanes);
             }
         }
+        target = V::adds(V::adds(target, target), one);
+        for (int c = 0; c < kCandidates; ++c) {
+            const S cell = V::mins(V::maxs(cells(inverse[c]), low), high);
+            sum[c] = V::add_squares(sum[c], V::subs(V::subs(target, half[c]), V::muls(cell, whole[c])));
+        }
     }
-    Group group;
-    group.largest = static_cast<uint32_t>(V::largest(largest));
-    group.field = exponent_field(group.largest);
-    // Compared as whole numbers: neither is negative.
-    group.negate = kPolarity && V::largest(V::bits(V::abs(high))) > V::largest(V::bits(V::abs(low)));
-    return group;
+    int best = 0, least = 0;
+    for (int c = 0; c < kCandidates; ++c) {
+        // The zeros that fill a short group do not count: the middle of their unit is 1, their value half a step.
+        const int zero = error_step(plain - c, plain) - 1, error = V::sum(sum[c]) - (size - weights) * zero * zero;
+        if (c == 0 || error < least) {
+            best = c;
+            least = error;
+        }
+    }
+    return first - best;
 }
 
-// The better one of a group's exponent field and the next lower one. Not inlined: rarely asked for, and its registers
-// would burden the usual path.
-template <class V, class T>
-__attribute__((noinline)) int field_by_error(const T* weight, int size, int weights, const otaro_format& format,
-                                             const Group& group) {
-    // The zeros that fill a short group do not count: each adds the square of a zero's value, half an M-step, or nothing
-    // where the width has a true zero; at the lower exponent a quarter of it.
-    const int mantissa = format.exponent_by_error;
-    const int64_t zero = mantissa == kNarrowest ? 0 : 1 << (15 - mantissa);
-    const int64_t padding = static_cast<int64_t>(size - weights) * zero * zero;
-    const int lowered = group.field - 1;
-    const int64_t error = squared_error<V>(weight, size, format, group, group.field) - padding;
-    return squared_error<V>(weight, size, format, group, lowered) - padding / 4 < error ? lowered : group.field;
+struct Extent {
+    uint32_t largest; // bits of the largest magnitude
+    bool positive;    // it is that of a positive weight and of no negative one
+};
+
+// Compares floats by their bits: as signed numbers the greatest are those of the positive floats, as unsigned ones those of
+// the negative. What is not finite is larger than all else.
+template <class V, class T> inline Extent measure(const T* weight, int size) {
+    typename V::I positive = V::set1i(0), negative = V::set1i(0);
+    for (int i = 0; i < size; i += V::kLanes) {
+        const typename V::I bits = V::bits(V::load(weight + i));
+        positive = V::maxi(positive, bits);
+        negative = V::maxu(negative, bits);
+    }
+    const uint32_t high = static_cast<uint32_t>(V::largest(positive)), sign = 0x80000000u;
+    const uint32_t low = static_cast<uint32_t>(V::largest(V::addi(negative, V::set1i(INT32_MIN)))) ^ sign;
+    const uint32_t below = low & sign ? low ^ sign : 0;
+    return {high > below ? high : below, high > below};
 }
 
-template <class V, class T> inline Group prepare(const T* weight, int size, int weights, const otaro_format& format) {
-    Group group = format.polarity != 0 ? measure<V, T, true>(weight, size) : measure<V, T, false>(weight, size);
-    if (format.exponent_by_error != 0 && group.field > kFieldMin) {
-        group.field = field_by_error<V>(weight, size, weights, format, group);
-    }
-    return group;
+template <class V, class T> inline int find_scale(const T* weight, int size, int weights, int scheme, Extent extent) {
+    const int scale = power_scale(extent.largest), first = extent.positive ? scale | kScaleSign : scale;
+    if (scheme != OTARO_NESTED || scale == 0) return scale;
+    if (scale == kScaleMin) return first;
+    // Where the least of the factors is 1 no product underflows.
+    constexpr int kPlain = (kExponentOffset + kErrorWidth - 1) << 2;
+    return scale > kPlain ? least_error<V, T, true>(weight, size, weights, first)
+                          : least_error<V, T, false>(weight, size, weights, first);
 }
 
 template <class T> int64_t first_not_finite(const T* weight) {
@@ -222,97 +229,108 @@ template <class T> int64_t first_not_finite(const T* weight) {
 constexpr int kAhead = 8; // groups
 
 // Visits groups [first, last) of weights: body(group's number, offset, weights in it, data filled up to a whole group,
-// Group). Measures several groups before the first of them is encoded: within one group every step waits for the one
-// before (largest magnitude, exponent, scale, codes), and only groups that do not depend on each other fill that time.
+// scale). Finds the scales of several groups before the first of them is encoded: within one group every step waits for the
+// one before (largest magnitude, scale, codes), and only groups that do not depend on each other fill that time.
 // Stops at a weight that is not finite where `findings` asks to know.
 template <class V, class T, class Body>
-void for_weights(const Geometry& geometry, const otaro_format& format, const void* data, int64_t first, int64_t last,
-                 Findings* findings, const Body& body) {
+void for_weights(const Weights& from, int64_t first, int64_t last, Findings* findings, const Body& body) {
     struct Visit {
         int64_t offset;
         int weights;
         const T* weight;
-        Group group;
+        uint32_t largest;
+        uint8_t scale;
     };
-    const int size = geometry.group_size;
+    const int size = from.geometry.group_size;
     T buffer[kAhead][kMaxGroup];
     Visit visits[kAhead];
     for (int64_t start = first; start < last; start += kAhead) {
         const int64_t end = last - start < kAhead ? last : start + kAhead;
         int count = 0;
-        for_groups(geometry, start, end, [&](int64_t, int64_t offset, int weights) {
-            const T* const weight = padded(static_cast<const T*>(data) + offset, weights, size, buffer[count]);
-            visits[count++] = {offset, weights, weight, prepare<V>(weight, size, weights, format)};
+        for_groups(from.geometry, start, end, [&](int64_t group, int64_t offset, int weights) {
+            const T* const weight = padded(static_cast<const T*>(from.weight) + offset, weights, size, buffer[count]);
+            Visit& visit = visits[count++] = {offset, weights, weight, 0, 0};
+            if (from.scale != nullptr) visit.scale = from.scale[group];
+            if (from.scale != nullptr && findings == nullptr) return true;
+            const Extent extent = measure<V>(weight, size);
+            visit.largest = extent.largest;
+            if (from.scale == nullptr) {
+                visit.scale = static_cast<uint8_t>(find_scale<V>(weight, size, weights, from.format.scheme, extent));
+            }
             return true;
         });
         for (int i = 0; findings != nullptr && i < count; ++i) {
-            const uint32_t largest = visits[i].group.largest;
+            const uint32_t largest = visits[i].largest;
             if (largest >= kInfinityBits) {
                 findings->not_finite = visits[i].offset + first_not_finite(visits[i].weight);
                 return;
             }
-            findings->below += exponent_below(largest);
+            findings->below += visits[i].scale != 0 && exponent_below(largest);
             findings->above += exponent_above(largest);
         }
         for (int i = 0; i < count; ++i) {
-            body(start + i, visits[i].offset, visits[i].weights, visits[i].weight, visits[i].group);
+            body(start + i, visits[i].offset, visits[i].weights, visits[i].weight, visits[i].scale);
         }
     }
 }
 
-template <class V> void encode(const EncodeJob& job, int64_t first, int64_t last, Findings& findings) {
-    const int size = job.geometry.group_size;
-    with_dtype(job.dtype, [&](auto type) {
+template <class V> void scales(const ScalesJob& job, int64_t first, int64_t last) {
+    with_dtype(job.from.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
-        const auto body = [&](int64_t index, int64_t offset, int weights, const T* weight, const Group& group) {
+        const auto body = [&](int64_t index, int64_t, int, const T*, uint8_t scale) { job.scale[index] = scale; };
+        for_weights<V, T>(job.from, first, last, nullptr, body);
+    });
+}
+
+template <class V> void encode(const EncodeJob& job, int64_t first, int64_t last, Findings& findings) {
+    const int size = job.from.geometry.group_size;
+    with_dtype(job.from.dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
+        const auto body = [&](int64_t index, int64_t offset, int weights, const T* weight, uint8_t scale) {
             int16_t codes[kMaxGroup];
-            job.codes.exponent[index] = static_cast<uint8_t>(group.field);
-            if (job.format.polarity != 0) job.codes.polarity[index] = group.negate;
+            job.codes.scale[index] = scale;
             int16_t* const target = weights == size ? job.codes.code + offset : codes;
-            encode_group<V>(weight, size, job.format, group, job.mantissa,
+            encode_group<V>(weight, size, job.from.format.scheme, scale, job.mantissa,
                             [&](int i, const Block<V>& block, auto) { V::store_codes(target + i, block); });
             if (weights < size) memcpy(job.codes.code + offset, codes, static_cast<size_t>(weights) * sizeof *codes);
         };
-        for_weights<V, T>(job.geometry, job.format, job.weight, first, last, &findings, body);
+        for_weights<V, T>(job.from, first, last, &findings, body);
     });
 }
 
 template <class V> void pack(const PackJob& job, int64_t first, int64_t last, Findings& findings) {
-    const int size = job.geometry.group_size;
+    const int size = job.from.geometry.group_size;
     const otaro_planes& planes = job.planes;
-    StreamWriter exponents(planes.exponent, first, kExponentBits), polarities(planes.polarity, first, 1);
-    with_dtype(job.dtype, [&](auto type) {
+    with_dtype(job.from.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
-        const auto body = [&](int64_t index, int64_t, int, const T* weight, const Group& group) {
-            exponents.put(static_cast<unsigned>(group.field));
-            if (job.format.polarity != 0) polarities.put(group.negate);
-            encode_group<V>(weight, size, job.format, group, kWidest, [&](int i, const Block<V>& block, auto) {
-                const int64_t position = index * size + i;
-                uint32_t words[OTARO_BIT_PLANES];
-                V::pack(block, planes.base + position / 2, words);
-                for (int64_t p = 0; p < planes.bits_count; ++p) {
-                    memcpy(planes.bits[p] + position / 8, &words[p], sizeof words[p]);
-                }
-            });
+        const auto body = [&](int64_t index, int64_t, int, const T* weight, uint8_t scale) {
+            planes.scale[index] = scale;
+            encode_group<V>(weight, size, job.from.format.scheme, scale, kWidest,
+                            [&](int i, const Block<V>& block, auto) {
+                                const int64_t position = index * size + i;
+                                uint32_t words[OTARO_BIT_PLANES];
+                                V::pack(block, planes.base + position / 2, words);
+                                for (int64_t p = 0; p < planes.bits_count; ++p) {
+                                    memcpy(planes.bits[p] + position / 8, &words[p], sizeof words[p]);
+                                }
+                            });
         };
-        for_weights<V, T>(job.geometry, job.format, job.weight, first, last, &findings, body);
+        for_weights<V, T>(job.from, first, last, &findings, body);
     });
-    exponents.finish();
-    if (job.format.polarity != 0) polarities.finish();
 }
 
 template <class V> void quantize(const QuantizeJob& job, int64_t first, int64_t last) {
-    const int size = job.geometry.group_size, mantissa = job.mantissa;
+    const int size = job.from.geometry.group_size, mantissa = job.mantissa;
     const Deciding& deciding = job.deciding;
-    const bool tiered = deciding.count > 1 || deciding.weight[0] != job.weight;
-    with_dtype(job.dtype, [&](auto type) {
+    const bool tiered = deciding.count > 1 || deciding.weight[0] != job.from.weight;
+    with_dtype(job.from.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
-        const auto body = [&](int64_t, int64_t offset, int weights, const T* weight, const Group& group) {
+        const auto body = [&](int64_t, int64_t offset, int weights, const T* weight, uint8_t scale) {
             T values[kMaxGroup];
             T* const result = static_cast<T*>(job.value) + offset;
             T* const target = weights == size ? result : values;
-            const NestedDecoder<V> nested_decoder(group.field, group.negate, mantissa);
-            const SignDecoder<V> sign_decoder(group.field, mantissa);
+            const NestedDecoder<V> nested_decoder(scale, mantissa);
+            const SignDecoder<V> sign_decoder(scale, mantissa);
             const auto store = [&](int i, const Block<V>& block, auto nested) {
                 for (int v = 0; v < Block<V>::kParts; ++v) {
                     if constexpr (decltype(nested)::value) {
@@ -323,18 +341,18 @@ template <class V> void quantize(const QuantizeJob& job, int64_t first, int64_t 
                 }
             };
             if (!tiered) {
-                encode_group<V>(weight, size, job.format, group, mantissa, store);
+                encode_group<V>(weight, size, job.from.format.scheme, scale, mantissa, store);
             } else {
                 T buffer[OTARO_WIDTHS + 1][kMaxGroup];
                 const T* tiers[OTARO_WIDTHS + 1];
                 for (int t = 0; t < deciding.count; ++t) {
                     tiers[t] = padded(static_cast<const T*>(deciding.weight[t]) + offset, weights, size, buffer[t]);
                 }
-                encode_group_within<V>(tiers, deciding, size, job.format, group, mantissa, store);
+                encode_group_within<V>(tiers, deciding, size, scale, mantissa, store);
             }
             if (weights < size) memcpy(result, values, static_cast<size_t>(weights) * sizeof(T));
         };
-        for_weights<V, T>(job.geometry, job.format, job.weight, first, last, nullptr, body);
+        for_weights<V, T>(job.from, first, last, nullptr, body);
     });
 }
 

@@ -16,7 +16,7 @@
 //     dot_words(sum, words, x)     sum + words * two activations of 16 bits, in each row
 //     kTilesAtOnce      unpacked tiles multiplied side by side, so that an activation is loaded once for all of them
 //     tiles_of_one(planes)         tiles multiplied side by side with a single activation: they are read at once
-//     powers(scale)     scale bytes of the rows as floats: +-2^(field - 127), 0 for field 0
+//     scales(scale)     scale_float of the rows
 //
 // A code wider than kCodeBits is split: its top goes into one byte and the rest ("low") into another, multiplied apart.
 // A step costs two instructions a bit plane (shift, merge), one or two for the base, and one dot product for every
@@ -165,17 +165,18 @@ void multiply_rows(const Product& product, Steps (&steps)[kTiles], int64_t tile,
     const float* const scale = x.scale + row * x.blocks;
     const float* const offset = x.offset + row * x.blocks;
     const int64_t tile_groups = tiles.groups * kTileRows;
-    const uint8_t* powers = tiles.scale + tile * tile_groups + part * kRows;
-    F sum[kTiles][kBatch], power[kTiles];
+    const uint8_t* scales = tiles.scale + tile * tile_groups + part * kRows;
+    F sum[kTiles][kBatch], group_scale[kTiles];
     for (size_t t = 0; t < kTiles; ++t) {
-        power[t] = V::set1(0);
+        group_scale[t] = V::set1(0);
         for (int b = 0; b < kBatch; ++b) sum[t][b] = V::set1(0);
     }
     int left = 0; // blocks of the group at hand
     for (int64_t block = 0; block < tiles.blocks; ++block) {
         if (left-- == 0) {
-            for (size_t t = 0; t < kTiles; ++t) power[t] = V::powers(powers + static_cast<int64_t>(t) * tile_groups);
-            powers += kTileRows;
+            for (size_t t = 0; t < kTiles; ++t)
+                group_scale[t] = V::scales(scales + static_cast<int64_t>(t) * tile_groups);
+            scales += kTileRows;
             left = tiles.group_blocks - 1;
         }
         for (size_t t = 0; t < kTiles; ++t) steps[t].start_block();
@@ -230,7 +231,7 @@ void multiply_rows(const Product& product, Steps (&steps)[kTiles], int64_t tile,
                     total = V::addi(V::template up<8>(total), rest);
                 }
                 const F value = V::fma(V::to_float(total), block_scale, block_offset);
-                sum[t][b] = V::fma(power[t], value, sum[t][b]);
+                sum[t][b] = V::fma(group_scale[t], value, sum[t][b]);
             }
         }
     }

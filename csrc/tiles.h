@@ -11,7 +11,7 @@
 //
 //     base    256 bytes a block: vector v holds step v in the low halves of its bytes and step v + 4 in the high ones
 //     bits[i] 64 bytes a block: bit j of a byte belongs to step j
-//     scale   16 bytes a group, one a row: the exponent field, 128 added where the group is negated
+//     scale   16 bytes a group, one a row, as in the files
 //
 // A plane is one array over all blocks, tile by tile, so a width reads its planes from front to back and nothing else.
 #pragma once
@@ -27,8 +27,6 @@ constexpr int kTileRows = 16, kBlockColumns = 32, kStepColumns = 4, kSteps = 8;
 constexpr int kStepBytes = kTileRows * kStepColumns;
 constexpr int kBaseBytes = kTileRows * kBlockColumns / 2, kPlaneBytes = kTileRows * kBlockColumns / 8;
 static_assert(kBlockColumns == kBlock && kBaseBytes == 4 * kStepBytes && kPlaneBytes == kStepBytes, "see above");
-
-constexpr uint8_t kNegated = 128;
 
 struct Tiles {
     int64_t rows, columns;
@@ -53,12 +51,10 @@ static inline int tile_code(const Tiles& tiles, int64_t row, int64_t column, int
     return code;
 }
 
-// The signed step of the group a weight is in.
-static inline float tile_step(const Tiles& tiles, int64_t row, int64_t column, int mantissa) {
+// The scale of the group a weight is in.
+static inline uint8_t tile_scale(const Tiles& tiles, int64_t row, int64_t column) {
     const int64_t group = column / kBlockColumns / tiles.group_blocks;
-    const uint8_t scale = tiles.scale[(row / kTileRows * tiles.groups + group) * kTileRows + row % kTileRows];
-    const float size = step(scale & 31, mantissa);
-    return scale & kNegated ? -size : size;
+    return tiles.scale[(row / kTileRows * tiles.groups + group) * kTileRows + row % kTileRows];
 }
 
 } // namespace otaro

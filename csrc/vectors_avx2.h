@@ -11,14 +11,14 @@ namespace {
 struct Avx2 {
     using F = __m256;
     using I = __m256i;
-    using L = __m256i;
+    using S = __m256i;
     using Mask = __m256;
     using Count = __m128i;
     static constexpr int kLanes = 8;
 
     static F set1(float value) { return _mm256_set1_ps(value); }
     static I set1i(int value) { return _mm256_set1_epi32(value); }
-    static L zerol() { return _mm256_setzero_si256(); }
+    static S set1s(int value) { return _mm256_set1_epi16(static_cast<short>(value)); }
     static Count count(int value) { return _mm_cvtsi32_si128(value); }
 
     static F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -63,17 +63,13 @@ struct Avx2 {
     static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
 
     static I addi(I a, I b) { return _mm256_add_epi32(a, b); }
-    static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }
     static I andi(I a, I b) { return _mm256_and_si256(a, b); }
     static I ori(I a, I b) { return _mm256_or_si256(a, b); }
     static I mini(I a, I b) { return _mm256_min_epi32(a, b); }
     static I maxi(I a, I b) { return _mm256_max_epi32(a, b); }
+    static I maxu(I a, I b) { return _mm256_max_epu32(a, b); }
     static I shift_right(I a, Count n) { return _mm256_sra_epi32(a, n); }
     static I shift_left(I a, Count n) { return _mm256_sll_epi32(a, n); }
-    static L add_square(L sum, I a) {
-        const I odd = _mm256_srli_epi64(a, 32);
-        return _mm256_add_epi64(sum, _mm256_add_epi64(_mm256_mul_epi32(a, a), _mm256_mul_epi32(odd, odd)));
-    }
 
     static int32_t largest(I a) {
         __m128i most = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -86,10 +82,19 @@ struct Avx2 {
         total = _mm_add_ps(total, _mm_movehl_ps(total, total));
         return _mm_cvtss_f32(_mm_add_ss(total, _mm_movehdup_ps(total)));
     }
-    static int64_t sum(L a) {
-        const __m128i total = _mm_add_epi64(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-        return _mm_cvtsi128_si64(total) + _mm_extract_epi64(total, 1);
+    static int32_t sum(I a) {
+        __m128i total = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+        total = _mm_add_epi32(total, _mm_shuffle_epi32(total, _MM_SHUFFLE(1, 0, 3, 2)));
+        return _mm_cvtsi128_si32(_mm_add_epi32(total, _mm_shuffle_epi32(total, _MM_SHUFFLE(2, 3, 0, 1))));
     }
+
+    static S narrow(I a, I b) { return _mm256_packs_epi32(a, b); }
+    static S adds(S a, S b) { return _mm256_add_epi16(a, b); }
+    static S subs(S a, S b) { return _mm256_sub_epi16(a, b); }
+    static S muls(S a, S b) { return _mm256_mullo_epi16(a, b); }
+    static S mins(S a, S b) { return _mm256_min_epi16(a, b); }
+    static S maxs(S a, S b) { return _mm256_max_epi16(a, b); }
+    static I add_squares(I sum, S a) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, a)); }
 
     static void load_codes(const int16_t* code, Block<Avx2>& block) {
         for (int v = 0; v < 4; ++v) {

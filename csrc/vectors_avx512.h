@@ -12,14 +12,14 @@ namespace {
 struct Avx512 {
     using F = __m512;
     using I = __m512i;
-    using L = __m512i;
+    using S = __m512i;
     using Mask = __mmask16;
     using Count = __m128i;
     static constexpr int kLanes = 16;
 
     static F set1(float value) { return _mm512_set1_ps(value); }
     static I set1i(int value) { return _mm512_set1_epi32(value); }
-    static L zerol() { return _mm512_setzero_si512(); }
+    static S set1s(int value) { return _mm512_set1_epi16(static_cast<short>(value)); }
     static Count count(int value) { return _mm_cvtsi32_si128(value); }
 
     static F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -63,21 +63,25 @@ struct Avx512 {
     static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 
     static I addi(I a, I b) { return _mm512_add_epi32(a, b); }
-    static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }
     static I andi(I a, I b) { return _mm512_and_si512(a, b); }
     static I ori(I a, I b) { return _mm512_or_si512(a, b); }
     static I mini(I a, I b) { return _mm512_min_epi32(a, b); }
     static I maxi(I a, I b) { return _mm512_max_epi32(a, b); }
+    static I maxu(I a, I b) { return _mm512_max_epu32(a, b); }
     static I shift_right(I a, Count n) { return _mm512_sra_epi32(a, n); }
     static I shift_left(I a, Count n) { return _mm512_sll_epi32(a, n); }
-    static L add_square(L sum, I a) {
-        const I odd = _mm512_srli_epi64(a, 32);
-        return _mm512_add_epi64(sum, _mm512_add_epi64(_mm512_mul_epi32(a, a), _mm512_mul_epi32(odd, odd)));
-    }
 
     static int32_t largest(I a) { return _mm512_reduce_max_epi32(a); }
     static float sum(F a) { return _mm512_reduce_add_ps(a); }
-    static int64_t sum(L a) { return _mm512_reduce_add_epi64(a); }
+    static int32_t sum(I a) { return _mm512_reduce_add_epi32(a); }
+
+    static S narrow(I a, I b) { return _mm512_packs_epi32(a, b); }
+    static S adds(S a, S b) { return _mm512_add_epi16(a, b); }
+    static S subs(S a, S b) { return _mm512_sub_epi16(a, b); }
+    static S muls(S a, S b) { return _mm512_mullo_epi16(a, b); }
+    static S mins(S a, S b) { return _mm512_min_epi16(a, b); }
+    static S maxs(S a, S b) { return _mm512_max_epi16(a, b); }
+    static I add_squares(I sum, S a) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, a)); }
 
     static void load_codes(const int16_t* code, Block<Avx512>& block) { widen(_mm512_loadu_si512(code), block); }
     static void store_codes(int16_t* code, const Block<Avx512>& block) { _mm512_storeu_si512(code, narrow(block)); }

@@ -11,14 +11,14 @@ namespace {
 struct Neon {
     using F = float32x4_t;
     using I = int32x4_t;
-    using L = int64x2_t;
+    using S = int16x8_t;
     using Mask = uint32x4_t;
     using Count = int32x4_t;
     static constexpr int kLanes = 4;
 
     static F set1(float value) { return vdupq_n_f32(value); }
     static I set1i(int value) { return vdupq_n_s32(value); }
-    static L zerol() { return vdupq_n_s64(0); }
+    static S set1s(int value) { return vdupq_n_s16(static_cast<int16_t>(value)); }
     static Count count(int value) { return vdupq_n_s32(value); }
 
     static F load(const float* p) { return vld1q_f32(p); }
@@ -61,18 +61,27 @@ struct Neon {
     static F to_float(I a) { return vcvtq_f32_s32(a); }
 
     static I addi(I a, I b) { return vaddq_s32(a, b); }
-    static I subi(I a, I b) { return vsubq_s32(a, b); }
     static I andi(I a, I b) { return vandq_s32(a, b); }
     static I ori(I a, I b) { return vorrq_s32(a, b); }
     static I mini(I a, I b) { return vminq_s32(a, b); }
     static I maxi(I a, I b) { return vmaxq_s32(a, b); }
+    static I maxu(I a, I b) {
+        return vreinterpretq_s32_u32(vmaxq_u32(vreinterpretq_u32_s32(a), vreinterpretq_u32_s32(b)));
+    }
     static I shift_right(I a, Count n) { return vshlq_s32(a, vnegq_s32(n)); }
     static I shift_left(I a, Count n) { return vshlq_s32(a, n); }
-    static L add_square(L sum, I a) { return vmlal_high_s32(vmlal_s32(sum, vget_low_s32(a), vget_low_s32(a)), a, a); }
 
     static int32_t largest(I a) { return vmaxvq_s32(a); }
     static float sum(F a) { return vaddvq_f32(a); }
-    static int64_t sum(L a) { return vaddvq_s64(a); }
+    static int32_t sum(I a) { return vaddvq_s32(a); }
+
+    static S narrow(I a, I b) { return vqmovn_high_s32(vqmovn_s32(a), b); }
+    static S adds(S a, S b) { return vaddq_s16(a, b); }
+    static S subs(S a, S b) { return vsubq_s16(a, b); }
+    static S muls(S a, S b) { return vmulq_s16(a, b); }
+    static S mins(S a, S b) { return vminq_s16(a, b); }
+    static S maxs(S a, S b) { return vmaxq_s16(a, b); }
+    static I add_squares(I sum, S a) { return vmlal_high_s16(vmlal_s16(sum, vget_low_s16(a), vget_low_s16(a)), a, a); }
 
     static void load_codes(const int16_t* code, Block<Neon>& block) {
         for (int v = 0; v < 8; ++v) block.part[v] = vmovl_s16(vld1_s16(code + 4 * v));

@@ -34,11 +34,12 @@ import common
 import numpy as np
 import torch
 from lab import ASKED, Idea, Lab
-from recipe_search import REFINED5, chosen, fixed
+from recipe_search import chosen, fixed
 from zero_shot_score import batches, score
 
 from otaro.evaluate.documents import TASKS
 from otaro.precision import Precision
+from otaro.sefp import Format
 from otaro.tune.data import IGNORED
 
 NAMES = [str(precision) for precision in Precision]
@@ -73,8 +74,8 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 def ideas(rate: float) -> dict[str, tuple[Idea | None, list[str], bool]]:
     """The runs, the widths each is scored at, and whether it learns questions."""
-    alone = {f"fixed:{width}": Idea(fixed(width), rate, format=REFINED5) for width in reversed(Precision)}
-    plain = Idea(fixed(None), rate, format=REFINED5)
+    alone = {f"fixed:{width}": Idea(fixed(width), rate, format=Format()) for width in reversed(Precision)}
+    plain = Idea(fixed(None), rate, format=Format())
     runs: dict[str, tuple[Idea | None, list[str], bool]] = {"tiers": (chosen(rate), NAMES, True)}
     for note, questions in (("", False), (QUESTIONS, True)):
         runs["fp16" + note] = (plain, NAMES, questions)
@@ -109,9 +110,9 @@ def run(arguments: argparse.Namespace) -> None:
     tried = arguments.learning_rates.split(",")
     for rate in tried if len(tried) > 1 else ():
         lab.tune(
-            Idea(fixed(None), float(rate), format=REFINED5), *(blocks, arguments.steps, arguments.batch), 0, answers
+            Idea(fixed(None), float(rate), format=Format()), *(blocks, arguments.steps, arguments.batch), 0, answers
         )
-        found = lab.perplexity(held.flatten(), [None], REFINED5, arguments.length, 64, aims.flatten())
+        found = lab.perplexity(held.flatten(), [None], arguments.length, 64, aims.flatten())
         rates[rate] = found["full"]
         print(f"fp16 at {rate}: perplexity of held-back answers {rates[rate]:.3f}", flush=True)
     rate = float(min(tried, key=lambda rate: rates.get(rate, 0.0)))
@@ -126,20 +127,20 @@ def run(arguments: argparse.Namespace) -> None:
             about = {"machine": machine, "settings": settings, "learning_rates": rates}
             scores = {key: json.dumps(value) for key, value in about.items()}
         if idea is None:
-            lab.reset(REFINED5)
+            lab.reset(Format())
             took = {"seconds": 0.0}
         else:
             took = lab.tune(idea, blocks, arguments.steps, arguments.batch, seed, both if questions else answers)
         scores[f"{name}|seconds"] = took["seconds"]
         precisions = [None if width == "full" else Precision(width) for width in widths]
-        found = lab.perplexity(held.flatten(), precisions, REFINED5, arguments.length, 64, aims.flatten())
+        found = lab.perplexity(held.flatten(), precisions, arguments.length, 64, aims.flatten())
         print(name, {width: round(value, 3) for width, value in found.items()}, flush=True)
         for width, precision in zip(widths, precisions, strict=True):
             started = time.perf_counter()
             scores[f"{name}|{width}|perplexity"] = found[width]
             if arguments.perplexity_only:
                 continue
-            lab.use(precision, lab.measured, REFINED5)
+            lab.use(precision, lab.measured, Format())
             likelihoods, greedy = score(
                 lab.model, requests, prepared=prepared, autocast=lab.half, hidden=partial(lab.hidden, any_shape=True)
             )

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from otaro import sefp
 from otaro.precision import WIDEST, Precision
 from otaro.sefp import Format
 
-PLAIN = Format(polarity=False, exponent_by_error=None)
 Quantizer = Callable[[Tensor, Precision], Tensor]
 
 
@@ -44,9 +43,33 @@ def half_step(weight: Tensor, precision: Precision) -> Tensor:
     codes = sefp.encode(weight, precision, Format("truncate"))
     centred = (
         sefp.decode(codes).abs()
-        + sefp.step(codes.exponent, precision).repeat_interleave(64, -1)[..., : weight.shape[-1]] / 2
+        + sefp.step(codes.scale, precision).repeat_interleave(64, -1)[..., : weight.shape[-1]] / 2
     )
     return torch.where(codes.code >> precision.mantissa != 0, -centred, centred)
+
+
+def fitted(magnitudes: Sequence[float], width: Precision | None, *, signed: bool = True) -> Quantizer:
+    """``nested`` with other scales: 2^E times the magnitude that has the least squared error at a width, the first one
+    if none is named; `signed` negates a group whose largest weight is positive."""
+
+    def values(grouped: Tensor, scale: Tensor, precision: Precision) -> Tensor:
+        code = (torch.floor(grouped / (scale / 128)) + sefp.NESTED_OFFSET).clamp(16 if signed else 32, sefp.NESTED_MAX)
+        cut = torch.floor(code / 2 ** (WIDEST.mantissa - precision.mantissa))
+        return (cut + sefp.nested_bias(precision)) * scale * 2.0 ** (1 - precision.mantissa)
+
+    def quantize(weight: Tensor, precision: Precision) -> Tensor:
+        grouped = sefp.in_groups(weight, 64)
+        exponent = sefp.group_exponents(weight, 64).clamp(sefp.EXPONENT_MIN, sefp.EXPONENT_MAX)
+        sign = torch.where(signed & (grouped.amax(-1) > -grouped.amin(-1)), -1.0, 1.0)[..., None]
+        grouped, power = grouped * sign, sefp.power_of_two(exponent)[..., None]
+        chosen, least = power * magnitudes[0], torch.full_like(power, torch.inf)
+        for magnitude in magnitudes if width is not None else ():
+            error = (grouped - values(grouped, power * magnitude, width)).square().sum(-1, keepdim=True)
+            chosen = torch.where(error < least, power * magnitude, chosen)
+            least = torch.minimum(least, error)
+        return (sign * values(grouped, chosen, precision)).flatten(-2)[..., : weight.shape[-1]]
+
+    return quantize
 
 
 @dataclass(frozen=True)
@@ -63,20 +86,20 @@ def rows() -> Iterator[Row]:
     yield Row("schemes", "truncated codes, half-step decode", half_step)
     yield Row("schemes", "nearest, each width from the original", direct(Format("nearest")))
     yield Row("schemes", "nearest, sliced from E5M8", sliced(Format("nearest")))
-    yield Row("schemes", "nested", sliced(PLAIN))
+    yield Row("schemes", "nested", sliced(Format()))
     by = Precision
-    yield Row("refinements", "polarity", sliced(Format(exponent_by_error=None)))
-    for width in (by.E5M4, by.E5M5):
-        yield Row(
-            "refinements", f"exponent by error at {width}", sliced(Format(polarity=False, exponent_by_error=width))
-        )
-        refined = Format(exponent_by_error=width)
-        yield Row("refinements", f"polarity, exponent by error at {width}", sliced(refined))
+    power, halves, quarters, eighths = ([1 + k / n for k in range(n)] for n in (1, 2, 4, 8))
+    yield Row("scale of nested", "2^E", fitted(power, None, signed=False))
+    yield Row("scale of nested", "2^E, signed", fitted(power, None))
+    for name, below in {"× 1": power, "× 1, 1.5": halves, "× 1 … 1.75": quarters, "× 1 … 1.875": eighths}.items():
+        for width in (by.E5M5, by.E5M4, by.E5M3) if below is quarters else (by.E5M5, by.E5M4):
+            magnitudes = [1.0, *(magnitude / 2 for magnitude in reversed(below))]
+            yield Row("scale of nested", f"2^E or 2^(E-1) {name}, signed, by {width}", fitted(magnitudes, width))
     for size in (32, 128, 256):
-        yield Row("group size", f"nested, groups of {size}", sliced(replace(PLAIN, group_size=size)))
+        yield Row("group size", f"nested, groups of {size}", sliced(Format(group_size=size)))
     for floor in (by.E5M3, by.E5M4, by.E5M5, by.E5M6):
         name = "at the model's width" if floor == by.E5M3 else f"never under {floor}"
-        yield Row("embeddings and head", name, sliced(PLAIN), floor)
+        yield Row("embeddings and head", name, sliced(Format()), floor)
 
 
 def targets(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
@@ -117,7 +140,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "linear_weights": sum(weight.numel() for weight in linear.values()),
         "embedding_weights": sum(weight.numel() for weight in embedding.values()),
         "clamped_groups": clamped_groups(original),
-        "clipped": clipped_weights({name: original[name] for name in linear}),
         "machine": common.machine(),
         "full_precision": common.perplexity(model, tokens, arguments.window, arguments.batch),
         "tables": {},
@@ -147,25 +169,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def clamped_groups(weights: dict[str, Tensor]) -> dict[str, int]:
     counts = {"groups": 0, "below": 0, "above": 0}
     for weight in weights.values():
-        field, exponent = sefp.group_exponents(weight, 64)
-        counts["groups"] += field.numel()
-        counts["below"] += int(((exponent < sefp.EXPONENT_MIN) & (field > 0)).sum())
+        exponent = sefp.group_exponents(weight, 64)
+        counts["groups"] += exponent.numel()
+        counts["below"] += int(((exponent < sefp.EXPONENT_MIN) & (sefp.group_scales(weight, Format()) > 0)).sum())
         counts["above"] += int((exponent > sefp.EXPONENT_MAX).sum())
     return counts
-
-
-def clipped_weights(weights: dict[str, Tensor]) -> dict[str, float]:
-    """How often plain `nested` clips: weights beyond 7.5/8 of their group's range."""
-    clipped = groups = touched = count = 0
-    for weight in weights.values():
-        codes = sefp.encode(weight)
-        limit = 7.5 * sefp.step(codes.exponent, Precision.E5M3).repeat_interleave(64, -1)[..., : weight.shape[-1]]
-        beyond = weight.abs() > limit
-        clipped += int(beyond.sum())
-        count += weight.numel()
-        groups += codes.exponent.numel()
-        touched += int(sefp.in_groups(beyond, 64).any(-1).sum())
-    return {"weights": clipped / count, "groups": touched / groups}
 
 
 def show(result: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from otaro.tune.path import is_hurt
 from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import Measured, add_tiers, agreement, settle_model, share_gradients
 
-PLAIN = Format(polarity=False, exponent_by_error=None)
+SETTLED = Format()
 ASKED = 1 << 24
 """Added to the targets of questions, so that a captured pass has one input for both: a pass without a teacher learns
 them as any others, and one with a teacher from its predictions alone."""
@@ -59,7 +59,7 @@ class Idea:
 
     plan: Callable[[int, int, dict[Precision | None, float]], Sequence[Pass]]
     learning_rate: float = 3e-5
-    format: Format = PLAIN
+    format: Format = SETTLED
     warm_up: float = 0.03
     betas: tuple[float, float] = (0.9, 0.999)
     clip: float = 1.0
@@ -155,6 +155,8 @@ class Lab:
         """Begin anew, with these tiers."""
         with torch.no_grad():
             torch._foreach_copy_(self.ordinary, self.original)
+        for layer in self.layers:
+            layer.__dict__.update(scales={}, settled=False)
         self.use(None, self.trained, format)
         if tiers:
             add_tiers(self.model, tiers)
@@ -552,7 +554,7 @@ class Lab:
         batch: int = 16,
         targets: Tensor | None = None,
     ) -> dict[str, float]:
-        """Perplexity at widths, as `common.perplexity`, in float32 (on a GPU TF32, which holds every SEFP value).
+        """Perplexity at widths, as `common.perplexity`, in float32 (on a GPU TF32, which rounds E5M8).
 
         `targets` are the tokens, with IGNORED where a prediction does not count.
         """

@@ -22,11 +22,12 @@ import common
 import tables
 import torch
 from lab import Idea, Lab, add_arguments
-from recipe_search import REFINED5, UNIFORM, chosen, drawn, fixed, searched
+from recipe_search import UNIFORM, chosen, drawn, fixed, searched
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from otaro.precision import Precision
+from otaro.sefp import Format
 
 EXPERTS = 4
 COPIED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -81,7 +82,7 @@ def measure(lab: Lab, choices: Choices, tokens: Tensor, window: int) -> dict[str
     choices.watching = True
     expected: Tensor | None = None
     for width in (None, *Precision):
-        result["perplexity"] |= lab.perplexity(tokens, [width], REFINED5, window, batch=4)
+        result["perplexity"] |= lab.perplexity(tokens, [width], window, batch=4)
         found = choices.take()
         if expected is None:
             expected = found
@@ -123,11 +124,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rate = arguments.learning_rate
     runs: dict[str, Idea | None] = {
         "before tuning": None,
-        "fp16": Idea(fixed(None), rate, format=REFINED5),
-        "fixed:E5M4": Idea(fixed(Precision.E5M4), rate, format=REFINED5),
-        "fixed:E5M3": Idea(fixed(Precision.E5M3), rate, format=REFINED5),
-        "uniform": Idea(drawn(UNIFORM, arguments.seed), rate, format=REFINED5),
-        "bps": Idea(searched(5.0), rate, format=REFINED5, needs_losses=True),
+        "fp16": Idea(fixed(None), rate, format=Format()),
+        "fixed:E5M4": Idea(fixed(Precision.E5M4), rate, format=Format()),
+        "fixed:E5M3": Idea(fixed(Precision.E5M3), rate, format=Format()),
+        "uniform": Idea(drawn(UNIFORM, arguments.seed), rate, format=Format()),
+        "bps": Idea(searched(5.0), rate, format=Format(), needs_losses=True),
         "tiers": chosen(rate),
     }
     for name, idea in runs.items():

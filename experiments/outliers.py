@@ -64,8 +64,9 @@ def examine(weight: Tensor, mean_square: Tensor | None) -> dict[str, Any]:
     weight = weight.detach().float()
     grouped = sefp.in_groups(weight, SIZE)
     real = sefp.in_groups(torch.ones_like(weight, dtype=torch.bool), SIZE)
-    field, exponent = sefp.group_exponents(weight, SIZE)
-    stored = field.to(torch.int32) - sefp.EXPONENT_OFFSET
+    exponent = sefp.group_exponents(weight, SIZE)
+    stored = exponent.clamp(sefp.EXPONENT_MIN, sefp.EXPONENT_MAX)
+    scale = sefp.group_scales(weight, Format("nearest", SIZE))
     largest = grouped.abs().sort(-1, descending=True).values[..., : max(REMOVED) + 1]
     present = real & (grouped != 0)
     shift = (stored[..., None] - own_exponent(grouped))[present]
@@ -76,8 +77,8 @@ def examine(weight: Tensor, mean_square: Tensor | None) -> dict[str, Any]:
     pushed = own_exponent(largest[..., 0]) > own_exponent(largest[..., 1])
     found: dict[str, Any] = {
         "weights": weight.numel(),
-        "groups": field.numel(),
-        "clamped_below": int(((exponent < sefp.EXPONENT_MIN) & (field > 0)).sum()),
+        "groups": scale.numel(),
+        "clamped_below": int(((exponent < sefp.EXPONENT_MIN) & (scale > 0)).sum()),
         "clamped_above": int((exponent > sefp.EXPONENT_MAX).sum()),
         "already_zero": int((weight == 0).sum()),
         "shift": counted(shift, SHIFTS),
@@ -110,20 +111,18 @@ def examine(weight: Tensor, mean_square: Tensor | None) -> dict[str, Any]:
             "output_error_in_touched": {},
         }
     for precision in Precision:
-        step = sefp.step(field, precision)[..., None]
+        step = sefp.step(scale, precision)[..., None]
         top = 2**precision.mantissa
-        values = {
-            scheme: sefp.decode(sefp.encode(weight, precision, Format(scheme, polarity=False, exponent_by_error=None)))
-            for scheme in sefp.SCHEMES
-        }
+        values = {scheme: sefp.decode(sefp.encode(weight, precision, Format(scheme, SIZE))) for scheme in sefp.SCHEMES}
         for scheme, value in values.items():
             found["zero"].setdefault(scheme, {})[str(precision)] = int((value == 0).sum())
         nested = sefp.in_groups(values["nested"], SIZE)
-        found["sign_only"][str(precision)] = int(((nested.abs() == step / 2) & real).sum())
+        fitted = sefp.step(sefp.group_scales(weight, Format()), precision).abs()[..., None]
+        found["sign_only"][str(precision)] = int(((nested.abs() == fitted / 2) & real).sum())
         size = grouped.abs() / torch.where(step > 0, step, 1.0)
         found["clipped"].setdefault("nearest", {})[str(precision)] = int((size >= top - 0.5).sum())
         if precision == Precision.E5M3:
-            found["clipped"]["nested"] = int((size > top - 0.5).sum())
+            found["clipped"]["nested"] = int(((grouped.abs() > (top - 0.5) * fitted) & real).sum())
         error = ((grouped - nested).square() * real).double()
         found["error"][str(precision)] = float(error.sum())
         found["error_in_pushed"][str(precision)] = float(error[pushed].sum())

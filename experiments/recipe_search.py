@@ -158,8 +158,6 @@ def after(start: float, plan: Any) -> Any:
 
 
 LOW = {M5: 0.1, M4: 0.35, M3: 0.55}
-REFINED4 = Format(exponent_by_error=M4)
-REFINED5 = Format()
 TIERS = (M3, M4)
 MIXED = ((M8, M4, 0.5), (M8, M3, 0.15))
 SHARES = ((M4, 0.5), (M3, 0.15))
@@ -176,7 +174,7 @@ EARLIER = {**THRICE, **TO_NOTHING}
 
 
 def tiers(plan: Any = None, learning_rate: float = 3e-4, **options: Any) -> Idea:
-    return Idea(plan or split(teacher=0.5), learning_rate, format=REFINED5, tiers=TIERS, **options)
+    return Idea(plan or split(teacher=0.5), learning_rate, tiers=TIERS, **options)
 
 
 def released(plan: Any, **options: Any) -> Idea:
@@ -226,51 +224,40 @@ def ideas(only: str) -> dict[str, Idea]:
             "pair, teacher, weight 2, 1e-4": Idea(pair(M8, LOW, teacher=1.0, weight=2.0), 1e-4),
             "pair, teacher, normalised, 1e-4": Idea(pair(M8, LOW, teacher=1.0), 1e-4, normalise=True),
             "split, teacher, 1e-4": Idea(split(M8, teacher=1.0), 1e-4),
-            "refined@M5, fixed M3 1e-4": Idea(fixed(M3), 1e-4, format=REFINED5),
-            "refined@M5, fixed M4 1e-4": Idea(fixed(M4), 1e-4, format=REFINED5),
-            "refined@M4, fixed M3 1e-4": Idea(fixed(M3), 1e-4, format=REFINED4),
-            "refined@M5, pair, teacher, 1e-4": Idea(pair(M8, LOW, teacher=1.0), 1e-4, format=REFINED5),
-            "refined@M4, pair, teacher, 1e-4": Idea(pair(M8, LOW, teacher=1.0), 1e-4, format=REFINED4),
         },
         # 200 updates.
         "2": {
-            "fp16 3e-4": Idea(fixed(None), 3e-4, format=REFINED5),
-            "fixed M3 3e-4": Idea(fixed(M3), 3e-4, format=REFINED5),
-            "fixed M4 3e-4": Idea(fixed(M4), 3e-4, format=REFINED5),
-            "split, teacher, 3e-4": Idea(split(), 3e-4, format=REFINED5),
-            "split, labels, 3e-4": Idea(split(teacher=0.0), 3e-4, format=REFINED5),
-            "split, half teacher, 3e-4": Idea(split(teacher=0.5), 3e-4, format=REFINED5),
-            "pair, teacher, 3e-4": Idea(pair(M8, LOW, teacher=1.0), 3e-4, format=REFINED5),
-            "single M6 30 M4 30 M3 40, 3e-4": Idea(drawn({M6: 0.3, M4: 0.3, M3: 0.4}), 3e-4, format=REFINED5),
-            "single ramped, 3e-4": Idea(ramped(), 3e-4, format=REFINED5),
+            "fp16 3e-4": Idea(fixed(None), 3e-4),
+            "fixed M3 3e-4": Idea(fixed(M3), 3e-4),
+            "fixed M4 3e-4": Idea(fixed(M4), 3e-4),
+            "split, teacher, 3e-4": Idea(split(), 3e-4),
+            "split, labels, 3e-4": Idea(split(teacher=0.0), 3e-4),
+            "split, half teacher, 3e-4": Idea(split(teacher=0.5), 3e-4),
+            "pair, teacher, 3e-4": Idea(pair(M8, LOW, teacher=1.0), 3e-4),
+            "single M6 30 M4 30 M3 40, 3e-4": Idea(drawn({M6: 0.3, M4: 0.3, M3: 0.4}), 3e-4),
+            "single ramped, 3e-4": Idea(ramped(), 3e-4),
         },
         "3": {
-            "pair, half teacher": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=REFINED5),
-            "one by one, half teacher": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=REFINED5, one_by_one=True),
-            "one by one, labels": Idea(pair(M8, LOW, teacher=0.0), 3e-4, format=REFINED5, one_by_one=True),
-            "normalised": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=REFINED5, normalise=True),
-            "betas 0.9 0.95": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=REFINED5, betas=(0.9, 0.95)),
-            "weight 2": Idea(pair(M8, LOW, teacher=0.5, weight=2.0), 3e-4, format=REFINED5),
-            "average of the last 0.3": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=REFINED5, average=0.3),
-            "6e-4, fp16": Idea(fixed(None), 6e-4, format=REFINED5),
-            "6e-4, fixed M3": Idea(fixed(M3), 6e-4, format=REFINED5),
-            "6e-4, fixed M4": Idea(fixed(M4), 6e-4, format=REFINED5),
-            "6e-4, pair, half teacher": Idea(pair(M8, LOW, teacher=0.5), 6e-4, format=REFINED5),
-            "plain format": Idea(pair(M8, LOW, teacher=0.5), 3e-4),
-            "refined@M4": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=REFINED4),
+            "pair, half teacher": Idea(pair(M8, LOW, teacher=0.5), 3e-4),
+            "one by one, half teacher": Idea(pair(M8, LOW, teacher=0.5), 3e-4, one_by_one=True),
+            "one by one, labels": Idea(pair(M8, LOW, teacher=0.0), 3e-4, one_by_one=True),
+            "normalised": Idea(pair(M8, LOW, teacher=0.5), 3e-4, normalise=True),
+            "betas 0.9 0.95": Idea(pair(M8, LOW, teacher=0.5), 3e-4, betas=(0.9, 0.95)),
+            "weight 2": Idea(pair(M8, LOW, teacher=0.5, weight=2.0), 3e-4),
+            "average of the last 0.3": Idea(pair(M8, LOW, teacher=0.5), 3e-4, average=0.3),
+            "6e-4, fp16": Idea(fixed(None), 6e-4),
+            "6e-4, fixed M3": Idea(fixed(M3), 6e-4),
+            "6e-4, fixed M4": Idea(fixed(M4), 6e-4),
+            "6e-4, pair, half teacher": Idea(pair(M8, LOW, teacher=0.5), 6e-4),
             "group 32": Idea(pair(M8, LOW, teacher=0.5), 3e-4, format=Format("nested", 32)),
-            "M6 as the high width": Idea(pair(M6, LOW, teacher=0.5), 3e-4, format=REFINED5),
-            "plain format, fixed M3": Idea(fixed(M3), 3e-4),
-            "plain format, fixed M4": Idea(fixed(M4), 3e-4),
-            "plain format, fp16": Idea(fixed(None), 3e-4),
+            "M6 as the high width": Idea(pair(M6, LOW, teacher=0.5), 3e-4),
         },
         "4": {
-            "tiers, teacher": Idea(split(), 3e-4, format=REFINED5, tiers=TIERS),
-            "fp16": Idea(fixed(None), 3e-4, format=REFINED5),
-            "tiers, half teacher": Idea(split(teacher=0.5), 3e-4, format=REFINED5, tiers=TIERS),
-            "tiers, teacher, refined@M4": Idea(split(), 3e-4, format=REFINED4, tiers=TIERS),
-            "tiers, pair": Idea(pair(M8, {M4: 0.5, M3: 0.5}, teacher=1.0), 3e-4, format=REFINED5, tiers=TIERS),
-            "tiers, teacher, 2e-4": Idea(split(), 2e-4, format=REFINED5, tiers=TIERS),
+            "tiers, teacher": Idea(split(), 3e-4, tiers=TIERS),
+            "fp16": Idea(fixed(None), 3e-4),
+            "tiers, half teacher": Idea(split(teacher=0.5), 3e-4, tiers=TIERS),
+            "tiers, pair": Idea(pair(M8, {M4: 0.5, M3: 0.5}, teacher=1.0), 3e-4, tiers=TIERS),
+            "tiers, teacher, 2e-4": Idea(split(), 2e-4, tiers=TIERS),
         },
         # 200 updates.
         "5": {
@@ -319,9 +306,9 @@ def ideas(only: str) -> dict[str, Idea]:
             "3/4 teacher, 12, 6 and 6": tiers(shares(12, 6, 6, teacher=0.75), mixed=MIXED),
             "3/4 teacher, in turns on 14": tiers(turns(teacher=0.75, blocks=14), mixed=MIXED),
             "3/4 teacher, 14, 6 and 6": tiers(shares(14, 6, 6, teacher=0.75), mixed=MIXED),
-            "bps": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True),
-            "otaro, sum": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True, delay=10, delay_apply="sum"),
-            "otaro, mean": Idea(searched(5.0), 3e-4, format=REFINED5, needs_losses=True, delay=10, delay_apply="mean"),
+            "bps": Idea(searched(5.0), 3e-4, needs_losses=True),
+            "otaro, sum": Idea(searched(5.0), 3e-4, needs_losses=True, delay=10, delay_apply="sum"),
+            "otaro, mean": Idea(searched(5.0), 3e-4, needs_losses=True, delay=10, delay_apply="mean"),
         },
         "10": {
             "together on 16": tiers(together(16), shares=SHARES),
@@ -331,7 +318,7 @@ def ideas(only: str) -> dict[str, Idea]:
         },
         # 400 updates; updates do not wait for each other any more.
         "11": {
-            "fp16": Idea(fixed(None), 3e-4, format=REFINED5),
+            "fp16": Idea(fixed(None), 3e-4),
             "in turns, reused, E5M8 and E5M5": tiers(turns(BOTH, teacher=0.75, weight=0.5), shares=SHARES, reused=True),
             "in turns, tiers' rate 1.4, E5M8 and E5M5": tiers(
                 turns(BOTH, teacher=0.75), shares=SHARES, tier_rates=FASTER

@@ -22,13 +22,13 @@ import common
 import tables
 import torch
 from lab import Idea, Lab, add_arguments
-from recipe_search import EARLIER, REFINED5, THRICE, TO_NOTHING, UNIFORM, chosen, drawn, fixed, searched
+from recipe_search import EARLIER, THRICE, TO_NOTHING, UNIFORM, chosen, drawn, fixed, searched
 
 from otaro.precision import Precision
 from otaro.sefp import Format
 
 M8, M7, M6, M5, M4, M3 = Precision
-FORMAT = REFINED5
+FORMAT = Format()
 
 GROUPS = ("methods", "fixed", "averaged", "earlier", "ablation", "data", "floors")
 

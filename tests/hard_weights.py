@@ -12,16 +12,7 @@ from otaro.sefp import Format
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COLUMNS = (1, 2, 3, 5, 7, 31, 32, 33, 63, 64, 65, 127, 129, 256, 576)
-REFINEMENTS = [
-    {"scheme": "truncate"},
-    {"scheme": "nearest"},
-    {"scheme": "nested"},
-    {"scheme": "nested", "polarity": False, "exponent_by_error": None},
-    {"scheme": "nested", "polarity": True, "exponent_by_error": None},
-    {"scheme": "nested", "polarity": False, "exponent_by_error": Precision.E5M3},
-    {"scheme": "nested", "polarity": True, "exponent_by_error": Precision.E5M8},
-]
-FORMATS = [Format(group_size=size, **refinement) for size in sefp.GROUP_SIZES for refinement in REFINEMENTS]
+FORMATS = [Format(scheme, size) for size in sefp.GROUP_SIZES for scheme in sefp.SCHEMES]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -63,6 +54,7 @@ def kinds(columns: int, generator: torch.Generator) -> list[Tensor]:
         sign * torch.exp2(whole(-16, -12)),  # exact powers at and below the least exponent
         sign * torch.exp2(whole(14, 18)),  # and at and above the greatest
         sign * torch.exp2(whole(-8, 8)),
+        normal().clamp(-1.9, 1.9) * 2.0 ** float(whole(-16, 17)[0]),  # every exponent, beyond the clamps too
         sign * (2.0 - 2.0**-23) * torch.exp2(whole(-2, 2)),  # as large as an exponent allows
         (whole(-260, 260) + 0.5) * 2.0**-9,  # ties
         (whole(-16, 16) + 0.5) * 2.0**-3,

@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,12 @@ import otaro
 from otaro import packing, sefp
 from otaro.checkpoint import PackedFolder
 from otaro.cli import main
-from otaro.errors import FormatError, OtaroError, PrecisionError, WeightError
+from otaro.engine.engine import Engine
+from otaro.errors import FormatError, OtaroError, PrecisionError, SourceError, WeightError
+from otaro.ops import reference
 from otaro.precision import WIDEST, Precision
 from otaro.sefp import Format
+from otaro.sources.scales import save_scales
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +71,9 @@ def test_files_hold_exactly_the_planes_of_the_weights(plain: Path, packed: Path)
         planes = packing.pack(sefp.encode(weight))
         module = name.removesuffix(".weight")
         assert torch.equal(stored.pop(f"{module}.sefp_base"), planes.base)
-        assert torch.equal(stored.pop(f"{module}.sefp_exponent"), planes.exponent)
+        assert torch.equal(stored.pop(f"{module}.sefp_scale"), planes.scale)
         for bit, plane in enumerate(planes.bits, 4):
             assert torch.equal(stored.pop(f"{module}.sefp_bit{bit}"), plane)
-        assert planes.polarity is not None
-        assert torch.equal(stored.pop(f"{module}.sefp_polarity"), planes.polarity)
     assert not stored
 
 
@@ -81,9 +83,7 @@ def test_the_first_file_holds_what_embeddings_need_at_their_floor(packed: Path) 
     assert bits == {"model.embed_tokens.sefp_bit4", "lm_head.sefp_bit4"}
 
 
-@pytest.mark.parametrize(
-    "format", [Format(), Format("truncate"), Format("nearest", 32), Format(polarity=False)], ids=str
-)
+@pytest.mark.parametrize("format", [Format(), Format("truncate"), Format("nearest", 32)], ids=str)
 def test_cutting_gives_the_bytes_of_packing_to_that_width(plain: Path, tmp_path: Path, format: Format) -> None:
     otaro.pack(plain, tmp_path / "whole", format=format)
     for precision in Precision:
@@ -156,7 +156,7 @@ def test_info_counts_what_is_there(plain: Path, packed: Path) -> None:
     assert json.loads(json.dumps(info.to_json()))["precisions"]["E5M3"]["bytes"] == info.size(Precision.E5M3)
     # 48 and 80 columns are padded to 64 and 128.
     padded = sum(packing.padded_columns(w.shape[1], Format()) * w.shape[0] for w in weights.values() if w.dim() == 2)
-    assert info.bits_per_weight(WIDEST) == pytest.approx((9 + 6 / 64) * padded / info.packed_parameters, rel=1e-3)
+    assert info.bits_per_weight(WIDEST) == pytest.approx((9 + 8 / 64) * padded / info.packed_parameters, rel=1e-3)
 
 
 # ---- what is wrong with a folder is said in one sentence, before any weight is used ----------------------------------
@@ -193,7 +193,7 @@ def change_header(key: str, value: str) -> Callable[[Path], None]:
         (altered, "model-m4.safetensors was altered"),
         (renamed, "holds E5M5, not E5M4"),
         (change_header("sefp_pack", "1" * 64), "comes from another pack"),
-        (change_header("sefp_version", "7"), "format version 7, newer than"),
+        (change_header("sefp_version", "7"), "format version 7, .*: upgrade otaro"),
         (change_header("sefp_layout", "{}"), "does not describe a format"),
         (change_header("sefp_width", "E5M3"), "holds E5M3, not E5M4"),
         (change_header("extra", "text"), "was altered"),
@@ -246,7 +246,7 @@ def change_config(**fields: object) -> Callable[[Path], None]:
         (lambda path: path.write_text("{"), "not valid JSON"),
         (lambda path: path.write_text("[]"), "not a JSON object"),
         (lambda path: path.write_text("{}"), "is not a packed model: run `otaro pack"),
-        (change_config(version=99), "format version 99, newer"),
+        (change_config(version=99), "format version 99, .*: upgrade otaro"),
         (change_config(version=None), "no format version"),
         (change_config(scheme="other"), "does not describe a format"),
         (change_config(group_size=32), "another format than config.json says"),
@@ -451,14 +451,52 @@ def test_headers_are_read_by_the_usual_library(packed: Path) -> None:
     assert os.access(packed / "config.json", os.R_OK)
 
 
-def test_version_0_is_read_and_stays_what_it_is(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Format(polarity=False, exponent_by_error=None)
+@pytest.mark.parametrize("version, remedy", [(0, "pack the model again"), (1, "pack the model again"), (3, "upgrade")])
+def test_other_versions_are_refused(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, remedy: str
+) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("otaro.checkpoint.VERSION", 0)
-        patched.setattr("otaro.checkpoint.writer.VERSION", 0)
-        otaro.pack(plain, tmp_path / "old", format=before)
-    assert otaro.verify(tmp_path / "old").version == 0
-    assert otaro.cut(tmp_path / "old", tmp_path / "cut", "E5M4").version == 0
-    otaro.pack(plain, tmp_path / "new", format=before)
-    old, new = (otaro.load(tmp_path / name).state_dict() for name in ("old", "new"))
-    assert all(torch.equal(old[name], new[name]) for name in new)
+        for place in ("otaro.checkpoint", "otaro.checkpoint.writer", "otaro.checkpoint.folder"):
+            patched.setattr(f"{place}.VERSION", version)
+        otaro.pack(plain, tmp_path / "other")
+    for read in (otaro.inspect, otaro.verify, otaro.load):
+        with pytest.raises(FormatError, match=f"version {version}.*{remedy}"):
+            read(tmp_path / "other")
+
+
+@pytest.mark.parametrize("byte", [0x80, 0x03, 0x7C, 0xFF])
+def test_a_byte_that_is_no_scale_is_refused(plain: Path, tmp_path: Path, byte: int) -> None:
+    def spoil(weight: torch.Tensor, format: Format, scale: torch.Tensor | None = None) -> Any:
+        planes, counts = reference.pack(weight, format, scale)
+        planes.scale.view(-1)[0] = byte
+        return planes, counts
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("otaro.checkpoint.ops.pack", spoil)
+        otaro.pack(plain, tmp_path / "spoilt")
+    for read in (otaro.load, Engine):
+        with pytest.raises(FormatError, match="no scale"):
+            read(tmp_path / "spoilt")
+
+
+def test_scales_that_come_with_weights_are_packed(plain: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tuned"
+    shutil.copytree(plain, folder)
+    weights = load_file(plain / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    found = sefp.group_scales(weights[name], Format())
+    given = torch.where(found & 127 < 0x70, found + 1, found)  # one size larger
+    save_scales(folder, {name: given}, weights, Format())
+
+    def packed(out: str, format: Format = Format()) -> torch.Tensor:
+        otaro.pack(folder, tmp_path / out, format=format)
+        return load_file(tmp_path / out / "model-m3.safetensors")["model.layers.0.mlp.up_proj.sefp_scale"]
+
+    assert not torch.equal(found, given)
+    assert torch.equal(packed("with"), given)
+    assert torch.equal(packed("other", Format(group_size=32)), sefp.group_scales(weights[name], Format(group_size=32)))
+    save_file({**weights, name: weights[name] + 0.001}, folder / "model.safetensors", {"format": "pt"})
+    assert torch.equal(packed("changed"), sefp.group_scales(weights[name] + 0.001, Format()))
+    (folder / "sefp_scales.safetensors").write_bytes(b"spoilt")
+    with pytest.raises(SourceError, match="sefp_scales.safetensors"):
+        packed("spoilt")

@@ -112,11 +112,11 @@ def test_info_for_people(run: Any, packed_llama: Path) -> None:
 
 
 def test_pack_takes_every_setting_of_the_format(run: Any, tiny_llama: Path, tmp_path: Path) -> None:
-    settings = ("--group-size", "32", "--polarity", "--exponent-by-error", "E5M5", "--max-shard-size", "20kB")
+    settings = ("--group-size", "32", "--scheme", "nested", "--max-shard-size", "20kB")
     assert run("pack", tiny_llama, tmp_path / "packed", *settings, "--embedding-floor", "E5M6").code == 0
     info = otaro.inspect(tmp_path / "packed")
     assert info.embedding_floor == Precision.E5M6
-    assert info.format == otaro.Format("nested", 32, True, Precision.E5M5)
+    assert info.format == otaro.Format("nested", 32)
     assert len(info.files) > len(Precision)
 
 
@@ -168,11 +168,9 @@ def test_output_that_exists_is_left_alone(run: Any, tiny_llama: Path, packed_lla
     "settings, words",
     [
         (("--precision", "E5M9"), ("unknown precision 'E5M9'", "E5M8, E5M7, E5M6, E5M5, E5M4, E5M3")),
-        (("--exponent-by-error", "best"), ("unknown precision 'best'",)),
         (("--scheme", "magic"), ("unknown scheme 'magic'", "truncate, nearest, nested")),
         (("--group-size", "48"), ("group size 48", "32, 64, 128, 256")),
         (("--group-size", "many"), ("--group-size",)),
-        (("--scheme", "truncate", "--polarity"), ("polarity",)),
         (("--max-shard-size", "much"), ("'much' is not a size",)),
         (("--max-shard-size", "0GB"), ("'0GB' is not a size",)),
         (("--colour",), ("--colour",)),

@@ -14,19 +14,19 @@ from pathlib import Path
 PROGRAM = """
 import itertools
 import torch
-from hard_weights import REFINEMENTS, bits, hard_weight
+from hard_weights import FORMATS, bits, hard_weight
 from otaro import sefp
 from otaro.ops import gpu
 from otaro.precision import Precision
 
 # The interpreter takes long for each program, whatever its size: so weights are one program each, and there are few
-# launches. Every refinement meets every width; the types, sizes of groups and shapes take turns with them.
+# launches. Every scheme meets every width; the sizes of groups, types and shapes take turns with them.
 gpu.BLOCK_WEIGHTS = 16384
 compared = 0
-turns = itertools.cycle(itertools.product(sefp.GROUP_SIZES, (torch.float32, torch.float16), ((5, 70), (256,))))
-for refinement, precision, _ in itertools.product(REFINEMENTS, Precision, range(2)):
-    group_size, dtype, lengths = next(turns)
-    format = sefp.Format(group_size=group_size, **refinement)
+turns = itertools.cycle(itertools.product((torch.float32, torch.float16), sefp.GROUP_SIZES, ((5, 70), (256,))))
+for precision, scheme, _ in itertools.product(Precision, sefp.SCHEMES, range(3)):
+    dtype, group_size, lengths = next(turns)
+    format = sefp.Format(scheme, group_size)
     weights = [hard_weight(columns, dtype) for columns in lengths]
     results = [torch.full_like(weight, float("nan")) for weight in weights]
     batch = gpu.prepare(weights, results, group_size)
@@ -36,38 +36,35 @@ for refinement, precision, _ in itertools.product(REFINEMENTS, Precision, range(
         expected = sefp.decode(sefp.encode(weight, precision, format), dtype)
         assert torch.equal(bits(result), bits(expected)), (format, dtype, precision)
         compared += 1
-weight = hard_weight(130, torch.float32).reshape(4, 5, 130)
+weight = hard_weight(130, torch.float32).reshape(3, 7, 130)
 narrow = torch.empty_like(weight, dtype=torch.float16)
 gpu.run(gpu.prepare([weight], [narrow], 64), Precision.E5M4, sefp.Format())
 assert torch.equal(narrow, sefp.decode(sefp.encode(weight, Precision.E5M4), torch.float16))
-turns = itertools.cycle(zip((32, 64, 128, 256, 64, 32, 256, 128), (5, 6, 7, 8, 8, 7, 6, 5)))
-nested = [refinement for refinement in REFINEMENTS if refinement["scheme"] == "nested"]
-for refinement, columns in itertools.product(nested, (70, 256)):
-    group_size, above = next(turns)
-    format = sefp.Format(group_size=group_size, **refinement)
-    weight = hard_weight(columns, torch.float32)
-    generator = torch.Generator().manual_seed(1)
-    scale = weight.abs().amax(-1, keepdim=True).clamp(max=1e30)
-    narrow, wide = (weight + 0.2 * scale * torch.randn(weight.shape, generator=generator) for _ in range(2))
-    both = [(Precision.E5M3, narrow), (Precision.E5M4, wide)]
-    for tiers, precisions in ((both, (3, 4, above)), (both[1:], (4, above))):
-        for precision in map(Precision.from_mantissa, precisions):
-            result = gpu.quantize(weight, precision, format, tiers)
-            expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, tiers))
-            assert torch.equal(bits(result), bits(expected)), (format, precision)
-            compared += 1
-    second = torch.empty_like(weight)
-    tiers = [(width, [tier, tier.flip(0)]) for width, tier in both]
-    batch = gpu.prepare([weight, weight.flip(0)], [result, second], group_size, tiers)
-    gpu.run(batch, Precision.E5M8, format)
-    for precision in (Precision.E5M3, Precision.E5M4, Precision.from_mantissa(above)):
-        result.fill_(float("nan"))
-        second.fill_(float("nan"))
-        gpu.run(batch, precision, format, again=True)
-        expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, both))
-        for found in (result, second.flip(0)):
-            assert torch.equal(bits(found), bits(expected)), (format, precision)
-            compared += 1
+for format, columns in itertools.product(FORMATS, (70, 256)):
+    if format.scheme == "nested":
+        weight = hard_weight(columns, torch.float32)
+        generator = torch.Generator().manual_seed(1)
+        scale = weight.abs().amax(-1, keepdim=True).clamp(max=1e30)
+        narrow, wide = (weight + 0.2 * scale * torch.randn(weight.shape, generator=generator) for _ in range(2))
+        both = [(Precision.E5M3, narrow), (Precision.E5M4, wide)]
+        for tiers, precisions in ((both, (3, 4, 5, 8)), (both[1:], (4, 8))):
+            for precision in map(Precision.from_mantissa, precisions):
+                result = gpu.quantize(weight, precision, format, tiers)
+                expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, tiers))
+                assert torch.equal(bits(result), bits(expected)), (format, precision)
+                compared += 1
+        second = torch.empty_like(weight)
+        tiers = [(width, [tier, tier.flip(0)]) for width, tier in both]
+        batch = gpu.prepare([weight, weight.flip(0)], [result, second], format.group_size, tiers)
+        gpu.run(batch, Precision.E5M8, format)
+        for precision in (Precision.E5M3, Precision.E5M4, Precision.E5M8):
+            result.fill_(float("nan"))
+            second.fill_(float("nan"))
+            gpu.run(batch, precision, format, again=True)
+            expected = sefp.decode(sefp.encode_unchecked(weight, precision, format, both))
+            for found in (result, second.flip(0)):
+                assert torch.equal(bits(found), bits(expected)), (format, precision)
+                compared += 1
 nearest = sefp.Format("nearest")
 weight = hard_weight(70, torch.float32)
 result = torch.empty_like(weight)
@@ -148,7 +145,7 @@ def interpreted(program: str) -> str:
 
 
 def test_every_format_in_the_interpreter() -> None:
-    assert int(interpreted(PROGRAM)) == 7 * 6 * (2 + 1) + 5 * 2 * (5 + 6) + 6
+    assert int(interpreted(PROGRAM)) == 9 * 6 + 9 * 3 + 4 * 2 * (6 + 6) + 6
 
 
 def test_gradients_shared_in_one_launch() -> None:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, EarlyStoppingCallback, HfArgumentParser,
 from tuning import Blocks, arguments, trainer
 
 from otaro import convert, ops
-from otaro.errors import FormatError, OtaroError, PrecisionError
+from otaro.errors import OtaroError, PrecisionError
 from otaro.evaluate.perplexity import perplexity
 from otaro.nn import FakeSefp
 from otaro.precision import Precision
@@ -390,7 +390,6 @@ def test_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             OtaroError,
             "not both",
         ),
-        ({"scheme": "nearest", "polarity": True}, FormatError, "polarity"),
         ({"embedding_floor": "E4M3"}, PrecisionError, "E4M3"),
     ],
 )

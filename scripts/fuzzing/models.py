@@ -49,7 +49,7 @@ def make_models(place: Path) -> None:
         "llama": ("llama", {"attention_bias": True, "mlp_bias": True}, Format()),
         "llama3": ("llama", {"rope_parameters": llama3, "tie_word_embeddings": True}, Format(group_size=32)),
         "mistral": ("mistral", {"sliding_window": 5, "head_dim": 20}, Format(group_size=256)),
-        "qwen3": ("qwen3", {"head_dim": 12, "num_hidden_layers": 2}, Format(polarity=True)),
+        "qwen3": ("qwen3", {"head_dim": 12, "num_hidden_layers": 2}, Format()),
         "mixtral": ("mixtral", experts, Format(scheme="nearest")),
         "gpt2": ("gpt2", plain, Format()),
     }

@@ -82,18 +82,7 @@ def pack(
         str, typer.Option(metavar="PRECISION", help="The widest precision to keep; all below it come along.")
     ] = str(WIDEST),
     scheme: Annotated[str, typer.Option(help="How weights are rounded: nested, nearest or truncate.")] = "nested",
-    group_size: Annotated[int, typer.Option(help="Weights that share an exponent: 32, 64, 128 or 256.")] = 64,
-    polarity: Annotated[
-        bool | None,
-        typer.Option("--polarity/--no-polarity", help="One more bit per group, for less error; on for nested."),
-    ] = None,
-    exponent_by_error: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PRECISION",
-            help="Choose each exponent for the least error at this precision, or 'none'; E5M5 for nested.",
-        ),
-    ] = None,
+    group_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64, 128 or 256.")] = 64,
     embedding_floor: Annotated[
         str | None,
         typer.Option(
@@ -108,10 +97,9 @@ def pack(
     shard_size = parse_size(max_shard_size)
     from otaro import checkpoint
     from otaro.convert import EMBEDDING_FLOOR
-    from otaro.sefp import BY_SCHEME, Format
+    from otaro.sefp import Format
 
-    refined = BY_SCHEME if polarity is None else polarity
-    format = Format(scheme, group_size, refined, exponent_by_error or BY_SCHEME)  # type: ignore[arg-type]
+    format = Format(scheme, group_size)  # type: ignore[arg-type]
     with progress_bar() as progress:
         packed = checkpoint.pack(
             model,
@@ -182,13 +170,17 @@ def export(
     folder: PackedFolder,
     out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write; it must not exist yet.")],
     precision: Annotated[str, typer.Option(metavar="PRECISION", help="The precision whose values to write.")],
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Every bit of E5M8 too, as F32; left out it is rounded to F16."),
+    ] = False,
 ) -> None:
-    """Write a GGUF file for llama.cpp, Ollama or LM Studio with exactly the values of a precision."""
+    """Write a GGUF file for llama.cpp, Ollama or LM Studio with the values of a precision."""
     width = Precision(precision)
     from otaro.export import export_gguf
 
     with progress_bar() as progress:
-        export_gguf(folder, out, width, progress, note)
+        export_gguf(folder, out, width, progress, note, exact=exact)
     print(f"{out} holds {folder} at {width}: {size_text(out.stat().st_size)}")
 
 

@@ -159,9 +159,17 @@ def tie(model: nn.Module, targets: Mapping[str, Target]) -> None:
             del tied[name]
 
 
-def simulate(model: nn.Module, format: Format, embedding_floor: Precision = EMBEDDING_FLOOR) -> None:
-    """Turn a model's layers into simulated ones, in place; parameters, names and ties stay as they are."""
-    fused: dict[str, dict[str, bool]] = {}
+def simulate(
+    model: nn.Module,
+    format: Format,
+    embedding_floor: Precision = EMBEDDING_FLOOR,
+    scales: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Turn a model's layers into simulated ones, in place; parameters, names and ties stay as they are.
+
+    `scales` are those of weights by their names, where they are settled.
+    """
+    experts: dict[str, dict[str, bool]] = {}
     targets = list(find_targets(model, embedding_floor).values())
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     packed = {target.parameter for target in targets}
@@ -173,7 +181,7 @@ def simulate(model: nn.Module, format: Format, embedding_floor: Precision = EMBE
     for target in targets:
         module = model.get_submodule(target.module)
         if target.kind == "experts":
-            fused.setdefault(target.module, {})[target.parameter.rpartition(".")[2]] = target.transposed
+            experts.setdefault(target.module, {})[target.parameter.rpartition(".")[2]] = target.transposed
             continue
         if isinstance(module, nn.Embedding):
             module.scale = _scale(module)  # type: ignore[assignment]
@@ -182,11 +190,18 @@ def simulate(model: nn.Module, format: Format, embedding_floor: Precision = EMBE
         else:
             module.__class__ = FakeSefpLinear if target.kind == "linear" else FakeSefpEmbedding
         _configure(module, format, target.floor)
-    for path, names in fused.items():
+    for path, transposed in experts.items():
         module = model.get_submodule(path)
         module.__class__ = type(f"FakeSefp{type(module).__name__}", (FakeSefpExperts, type(module)), {})
-        module.__dict__["fused"] = names
+        module.__dict__["transposed"] = transposed
         _configure(module, format, NARROWEST)
+
+    for name, scale in (scales or {}).items():
+        for same in [name, *(other for other, source in tied.items() if source == name)]:
+            path, _, parameter = same.rpartition(".")
+            layer = model.get_submodule(path)
+            layer.__dict__["settled"] = True
+            layer.__dict__["scales"] = {**layer.scales, parameter: scale}  # type: ignore[dict-item]
 
 
 def _configure(module: nn.Module, format: Format, floor: Precision) -> None:

@@ -37,7 +37,7 @@ from otaro.model_config import load_config, modules_bounded
 from otaro.nn import SefpWeight
 from otaro.packing import Planes
 from otaro.precision import NARROWEST, WIDEST, Precision, join
-from otaro.sefp import BY_SCHEME
+from otaro.sefp import check_scales
 
 
 class OtaroConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -51,8 +51,6 @@ class OtaroConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self,
         scheme: str = "nested",
         group_size: int = 64,
-        polarity: bool = BY_SCHEME,
-        exponent_by_error: str | None = BY_SCHEME,
         embedding_floor: str = str(convert.EMBEDDING_FLOOR),
         precision: str | None = None,
         **described: Any,
@@ -61,8 +59,6 @@ class OtaroConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.version = described.pop("version", VERSION)
         self.scheme = scheme
         self.group_size = group_size
-        self.polarity = polarity
-        self.exponent_by_error = exponent_by_error
         self.embedding_floor = embedding_floor
         self.precision = precision
         described.pop("quant_method", None)
@@ -137,6 +133,8 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
     def _attach_planes(self, model: Any) -> None:
         self.folder.check_held(model.state_dict())
         layers = cast(dict[str, SefpWeight], convert.sefp_layers(model))
+        for name, layer in layers.items():
+            check_scales(layer.planes.scale, layer.format, name)
         for width in self.folder.widths(self.precision)[1:]:
             for key, plane in self.folder.planes(width):
                 layer = layers[key.rpartition(".")[0]]

@@ -13,7 +13,7 @@ and pass them through the format on their way into the product; gradients go str
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -23,16 +23,9 @@ from torch.nn import functional
 
 from otaro import ops
 from otaro.errors import PrecisionError
-from otaro.packing import Planes, plane_shapes
+from otaro.packing import BITS, Planes, plane_shapes
 from otaro.precision import NARROWEST, Precision
 from otaro.sefp import Format, Tiers
-
-BASE, EXPONENT, POLARITY = "sefp_base", "sefp_exponent", "sefp_polarity"
-
-
-def bit_name(bit: int) -> str:
-    """The name of the plane that holds that bit of every code, as a buffer and in the files."""
-    return f"sefp_bit{bit}"
 
 
 class SefpWeight(nn.Module):
@@ -70,35 +63,21 @@ class SefpWeight(nn.Module):
         self.register_buffer("values_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         if tied_to is not None:
             return
-        shapes = plane_shapes(shape, format)
-
-        def declare(name: str, kind: str) -> None:
-            self.register_buffer(name, torch.empty(shapes[kind], dtype=torch.uint8, device=device))
-
-        declare(BASE, "base")
-        declare(EXPONENT, "exponent")
-        if format.polarity:
-            declare(POLARITY, "polarity")
-        for bit in range(NARROWEST.mantissa + 1, stored.mantissa + 1):
-            declare(bit_name(bit), "bit")
+        wider = {name for bit, name in BITS.items() if bit > stored.mantissa}
+        for name, plane in plane_shapes(shape, format).items():
+            if name not in wider:
+                self.register_buffer(name, torch.empty(plane, dtype=torch.uint8, device=device))
 
     @property
     def planes(self) -> Planes:
         if self.tied_to is not None:
             return self.tied_to.planes
-        buffers = cast(dict[str, Tensor], self._buffers)
-        bits = tuple(buffers[bit_name(bit)] for bit in range(NARROWEST.mantissa + 1, self.stored.mantissa + 1))
-        return Planes(buffers[BASE], bits, buffers[EXPONENT], buffers.get(POLARITY))
+        return Planes.from_named(cast(dict[str, Tensor], self._buffers))
 
     @property
     def stored(self) -> Precision:
         """The widest code whose bits are all here."""
-        if self.tied_to is not None:
-            return self.tied_to.stored
-        bit = NARROWEST.mantissa
-        while bit_name(bit + 1) in self._buffers:
-            bit += 1
-        return Precision.from_mantissa(bit)
+        return self.planes.precision
 
     @property
     def precision(self) -> Precision:
@@ -115,16 +94,12 @@ class SefpWeight(nn.Module):
 
     def load(self, planes: Planes) -> None:
         """Take over these planes, without a copy."""
-        self.register_buffer(BASE, planes.base)
-        self.register_buffer(EXPONENT, planes.exponent)
-        if planes.polarity is not None:
-            self.register_buffer(POLARITY, planes.polarity)
-        for bit, plane in enumerate(planes.bits, NARROWEST.mantissa + 1):
-            self.attach(bit, plane)
+        for name, plane in planes.named().items():
+            self.register_buffer(name, plane)
 
     def attach(self, bit: int, plane: Tensor) -> None:
         """Add the plane of one more bit, or replace it."""
-        self.register_buffer(bit_name(bit), plane)
+        self.register_buffer(BITS[bit], plane)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values at the current precision, shaped as the model sees them."""
@@ -137,9 +112,7 @@ class SefpWeight(nn.Module):
         """One matrix of a stack of them: an expert."""
         planes = self.planes
         rows = self.shape[-2]
-        stack = Planes(
-            planes.base.flatten(0, -2), tuple(p.flatten(0, -2) for p in planes.bits), planes.exponent, planes.polarity
-        )
+        stack = Planes.from_named({name: plane.flatten(0, -2) for name, plane in planes.named().items()})
         ids = torch.arange(rows, device=planes.base.device) + index * rows
         values = ops.embedding(ids, stack, self.shape[-1], self.precision, self.format, self.values_like.dtype)
         return values.transpose(-1, -2) if self.transposed else values
@@ -207,6 +180,12 @@ class FakeSefp(nn.Module):
     """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`."""
     trained: Tensor | None = None
     """What the gradient of `values` goes to, if not the weight."""
+    transposed: Mapping[str, bool] = MappingProxyType({"weight": False})
+    """The weights concerned, and whether each is stored transposed."""
+    scales: Mapping[str, Tensor] = MappingProxyType({})
+    """The scales of weights by their names, where they are known and need not be found."""
+    settled: bool = False
+    """The scales stay: the weights are those that tuning ended with."""
     tier_places: Mapping[str, Sequence[tuple[Precision, nn.Module, str]]] = MappingProxyType({})
     """Where the tiers of each weight lie, by its name: width, module and the name there. See `otaro.tune.tiers`."""
 
@@ -224,39 +203,43 @@ class FakeSefp(nn.Module):
         """The width in use: the one asked for, or the floor."""
         return None if self.precision is None else max(self.precision, self.floor)
 
-    def simulate(self, weight: Tensor, tiers: Tiers = (), *, transposed: bool = False) -> Tensor:
-        """The weight as the packed layer would have it."""
+    def simulate(
+        self, weight: Tensor, name: str = "weight", pick: Callable[[Tensor], Tensor] = lambda whole: whole
+    ) -> Tensor:
+        """The weight of that name as the packed layer would have it, or what is picked of its rows."""
         # Asked first: a compiled layer that never looks at the width is compiled once for all of them.
         if self.values is not None:
-            trained = weight if self.trained is None else self.trained
-            return ops.straight_through(trained, self.values)
+            return pick(ops.straight_through(weight if self.trained is None else self.trained, self.values))
         precision = self.width
         if precision is None:
-            return weight
-        if transposed:
-            turned = [(width, tier.transpose(-1, -2)) for width, tier in tiers]
-            return ops.fake_quantize(weight.transpose(-1, -2), precision, self.format, turned).transpose(-1, -2)
-        return ops.fake_quantize(weight, precision, self.format, tiers)
+            return pick(weight)
+        turned = self.transposed[name]
+
+        def in_rows(tensor: Tensor) -> Tensor:
+            return pick(tensor).transpose(-1, -2) if turned else pick(tensor)
+
+        tiers = [(width, in_rows(tier)) for width, tier in self.tiers.get(name, ())]
+        scale = pick(self.scales[name]) if name in self.scales else None
+        values = ops.fake_quantize(in_rows(weight), precision, self.format, tiers, scale)
+        return values.transpose(-1, -2) if turned else values
 
 
 class FakeSefpLinear(FakeSefp, nn.Linear):
     """A linear layer that computes with its weight's SEFP values and trains the weight itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        tiers = () if self.values is not None else self.tiers.get("weight", ())
-        return functional.linear(x, self.simulate(self.weight, tiers), self.bias)
+        return functional.linear(x, self.simulate(self.weight), self.bias)
 
 
 class FakeSefpConv1D(FakeSefp):
     """Mixed into transformers' Conv1D, GPT-2's linear layer, whose weight is stored transposed."""
 
-    fused: Mapping[str, bool] = MappingProxyType({"weight": True})
+    transposed = MappingProxyType({"weight": True})
     weight: Tensor
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.simulate(self.weight, self.tiers.get("weight", ()), transposed=True)
-        return functional.linear(x, weight.transpose(0, 1), self.bias)
+        return functional.linear(x, self.simulate(self.weight).transpose(0, 1), self.bias)
 
 
 class FakeSefpEmbedding(FakeSefp, nn.Embedding):
@@ -265,30 +248,23 @@ class FakeSefpEmbedding(FakeSefp, nn.Embedding):
     scale: float | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self.values is not None:
-            values = functional.embedding(ids, self.simulate(self.weight), self.padding_idx)
-        else:  # rows are quantised one by one, so those that are looked up are enough
-            tiers = self.tiers.get("weight", ())
-            rows = [(width, functional.embedding(ids, tier, self.padding_idx)) for width, tier in tiers]
-            values = self.simulate(functional.embedding(ids, self.weight, self.padding_idx), rows)
+        # Rows are quantised one by one, so those that are looked up are enough.
+        values = self.simulate(self.weight, pick=lambda table: functional.embedding(ids, table, self.padding_idx))
         return values if self.scale is None else values * torch.tensor(self.scale, dtype=values.dtype)
 
 
 class FakeSefpExperts(FakeSefp):
     """Mixed into a model's own experts class: its 3-D parameters read as SEFP values while it computes."""
 
-    fused: dict[str, bool]
-    """The parameters concerned, and whether each is stored transposed."""
     _values: dict[str, Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         values = self.__dict__.get("_values")
-        if values is None or name not in self.fused:
+        if values is None or name not in self.transposed:
             return value
         if name not in values:
-            tiers = self.tiers.get(name, ())
-            values[name] = self.simulate(cast(Tensor, value), tiers, transposed=self.fused[name])
+            values[name] = self.simulate(cast(Tensor, value), name)
         return values[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -45,32 +45,25 @@ struct Random {
     }
 };
 
-// A matrix of random codes, exponents around those of weights of size 0.1.
+// A matrix of random codes, scales around those of weights of size 0.1.
 struct Matrix {
     otaro_matrix* handle = nullptr;
-    std::vector<uint8_t> base, exponent, polarity, bits[OTARO_BIT_PLANES];
+    std::vector<uint8_t> base, scale, bits[OTARO_BIT_PLANES];
 
     Matrix(int64_t rows, int64_t columns, otaro_format format, Random& random) {
         const int64_t groups = (columns + format.group_size - 1) / format.group_size;
         const int64_t padded = rows * groups * format.group_size;
         base = random.bytes(padded / 2);
-        polarity = random.bytes((rows * groups + 7) / 8);
-        exponent.resize(static_cast<size_t>((rows * groups * 5 + 7) / 8));
-        for (int64_t entry = 0; entry < rows * groups; ++entry) {
-            const unsigned field = random.engine() % 16 == 0 ? 0 : 10 + random.engine() % 3;
-            for (int bit = 0; bit < 5; ++bit) {
-                const int64_t place = entry * 5 + bit;
-                exponent[static_cast<size_t>(place / 8)] |= static_cast<uint8_t>((field >> bit & 1) << place % 8);
-            }
+        for (int64_t group = 0; group < rows * groups; ++group) {
+            const unsigned number = random.engine() % 16 == 0 ? 0 : 40 + random.engine() % 12;
+            scale.push_back(static_cast<uint8_t>(number != 0 ? number | random.engine() % 2 << 7 : 0));
         }
         for (std::vector<uint8_t>& plane : bits) plane = random.bytes(padded / 8);
         otaro_planes planes{};
         planes.base = base.data();
         planes.base_bytes = static_cast<int64_t>(base.size());
-        planes.exponent = exponent.data();
-        planes.exponent_bytes = static_cast<int64_t>(exponent.size());
-        planes.polarity = polarity.data();
-        planes.polarity_bytes = static_cast<int64_t>(polarity.size());
+        planes.scale = scale.data();
+        planes.scale_bytes = static_cast<int64_t>(scale.size());
         require(otaro_matrix_create(&format, rows, columns, &handle) == OTARO_OK, "matrix_create");
         require(otaro_matrix_set_base(handle, &planes, nullptr, 2) == OTARO_OK, "set_base");
         for (int bit = 4; bit <= 8; ++bit) set(bit);
@@ -118,7 +111,7 @@ struct Model {
             {kVocabulary, hidden},  {kVocabulary, hidden},  {q, hidden},
             {kv, hidden},           {kv, hidden},           {hidden, q},
             {intermediate, hidden}, {intermediate, hidden}, {hidden, intermediate}};
-        const otaro_format format{OTARO_NESTED, 64, 1, 0};
+        const otaro_format format{OTARO_NESTED, 64};
         for (int64_t layer = 0; layer < kLayers; ++layer) {
             for (int role = layer == 0 ? OTARO_EMBEDDING : OTARO_QUERY; role < OTARO_MATRIX_ROLES; ++role) {
                 matrices.push_back(std::make_unique<Matrix>(shapes[role][0], shapes[role][1], format, random));
@@ -190,7 +183,7 @@ int compare() {
         const int64_t sizes[][2] = {{1, 1}, {16, 32}, {17, 33}, {50, 200}, {33, 515}};
         for (const auto& [rows, columns] : sizes) {
             for (const int group : {32, 64, 128, 256}) {
-                const Matrix matrix(rows, columns, {OTARO_NESTED, group, 1, 0}, random);
+                const Matrix matrix(rows, columns, {OTARO_NESTED, group}, random);
                 for (const int64_t batch : {1, 2, 3, 4, 5, 8, 15, 16, 21}) {
                     std::vector<float> x = random.floats(batch * columns);
                     for (int64_t i = 0; i < columns && i < 32; ++i)

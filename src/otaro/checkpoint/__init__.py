@@ -70,7 +70,8 @@ def pack(
                     if target is None:
                         writer.add(entry, weight)
                     else:
-                        planes, counts = _pack_tensor(target.stored_weight(weight), format, spec.name)
+                        scale = source.scale(spec, weight, target.shape, format)
+                        planes, counts = _pack_tensor(target.stored_weight(weight), format, spec.name, scale)
                         clamped += int(counts.sum())
                         del weight
                         writer.add(entry, planes)
@@ -151,7 +152,7 @@ def cut(folder: str | Path, out: str | Path, precision: Precision | str, progres
             index = packed.path / index_name(width)
             if index.is_file():
                 shutil.copyfile(index, partial / index.name)
-        kept = ("source", "clamped_groups", "version")
+        kept = ("source", "clamped_groups")
         described = {key: value for key, value in packed.described.items() if key in kept}
         first = packed.paths(NARROWEST)
         entry_point = first[0].name if len(first) == 1 else index_name(NARROWEST)
@@ -175,9 +176,9 @@ def write_config(
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _pack_tensor(weight: Tensor, format: Format, name: str) -> tuple[Planes, Tensor]:
+def _pack_tensor(weight: Tensor, format: Format, name: str, scale: Tensor | None) -> tuple[Planes, Tensor]:
     try:
-        return ops.pack(weight, format)
+        return ops.pack(weight, format, scale)
     except WeightError as error:
         raise WeightError(str(error).replace("the tensor", f"tensor {name}", 1)) from error
 

@@ -30,9 +30,10 @@ from otaro.checkpoint.layout import (
 )
 from otaro.errors import FormatError, PrecisionError
 from otaro.json_file import LARGEST_INDEX, read_json
+from otaro.packing import SCALE
 from otaro.precision import NARROWEST, Precision, join
 from otaro.safetensors_file import DTYPES, SafetensorsFile, is_shape, tensor_bytes
-from otaro.sefp import Format
+from otaro.sefp import Format, check_scales
 
 Progress = Callable[[str, int, int], None]
 CHUNK = 1 << 22
@@ -63,7 +64,7 @@ class Info:
         return sum(size for width, size in self._width_bytes.items() if width <= stored)
 
     def bits_per_weight(self, precision: Precision) -> float:
-        """Bits of a packed weight at that width, exponents included, on average."""
+        """Bits of a packed weight at that width, scales included, on average."""
         stored = self.format.stored(precision)
         bits = sum(bits for width, bits in self._plane_bits.items() if width <= stored)
         return bits / self.packed_parameters if self.packed_parameters else 0.0
@@ -244,6 +245,8 @@ class PackedFolder:
                 for name in file.tensors:
                     tensor = file.read(name)
                     checksum.update(tensor_bytes(tensor))
+                    if name.endswith(f".{SCALE}"):
+                        check_scales(tensor, self.format, f"{name} of {file.path.name}")
                     yield name, tensor
                 self._check_sum(file, checksum)
 
@@ -350,9 +353,10 @@ class PackedFolder:
             number = int(version)
         except (TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"{place} states no format version: fetch it again") from error
-        if number > VERSION:
+        if number != VERSION:
+            remedy = "upgrade otaro" if number > VERSION else "pack the model again"
             raise FormatError(
-                f"{place} is of format version {number}, newer than {VERSION}, the newest known here: upgrade otaro"
+                f"{place} is of format version {number}, and this otaro reads version {VERSION}: {remedy}"
             )
 
     def _packed_in(self, file: SafetensorsFile) -> list[Entry]:

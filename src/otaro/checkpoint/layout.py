@@ -1,8 +1,8 @@
 """The packed folder: what is called what, and which byte lies in which file.
 
     config.json             the model's config; its `quantization_config` describes the format
-    model-m3.safetensors    all that E5M3 needs: of every packed tensor the base and the exponents (NAME.sefp_base,
-                            NAME.sefp_exponent, NAME.sefp_polarity), and the tensors that stay as they are
+    model-m3.safetensors    all that E5M3 needs: of every packed tensor the base and the scales (NAME.sefp_base,
+                            NAME.sefp_scale), and the tensors that stay as they are
     model-m4.safetensors    bit 4 of every code (NAME.sefp_bit4), and so on up to
     model-m8.safetensors    bit 8
 
@@ -25,14 +25,13 @@ import torch
 
 from otaro.convert import EMBEDDING_FLOOR
 from otaro.errors import FormatError
-from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
-from otaro.packing import plane_shapes
-from otaro.precision import NARROWEST, WIDEST, Precision
+from otaro.packing import BITS, plane_shapes
+from otaro.precision import NARROWEST, Precision
 from otaro.safetensors_file import DTYPES
 from otaro.sefp import Format
 
 QUANT_METHOD = "otaro"
-VERSION = 1
+VERSION = 2
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLANK = "0" * 64
 """Stands in a header for a SHA-256 that is not known yet."""
@@ -46,19 +45,15 @@ class Layout:
     embedding_floor: Precision = EMBEDDING_FLOOR
 
     def to_json(self) -> dict[str, Any]:
-        by_error = self.format.exponent_by_error
         return {
             "scheme": self.format.scheme,
             "group_size": self.format.group_size,
-            "polarity": self.format.polarity,
-            "exponent_by_error": None if by_error is None else str(by_error),
             "embedding_floor": str(self.embedding_floor),
         }
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Layout:
-        format = Format(fields["scheme"], fields["group_size"], fields["polarity"], fields["exponent_by_error"])
-        return cls(format, Precision(fields["embedding_floor"]))
+        return cls(Format(fields["scheme"], fields["group_size"]), Precision(fields["embedding_floor"]))
 
 
 @dataclass(frozen=True)
@@ -89,18 +84,10 @@ def parts(entry: Entry, format: Format) -> Iterator[tuple[Precision, Part]]:
     if entry.floor is None:
         yield NARROWEST, Part(entry.name, entry.dtype, entry.shape)
         return
-    shapes = plane_shapes(entry.shape, format)
-    yield NARROWEST, Part(f"{entry.name}.{BASE}", torch.uint8, shapes["base"])
-    yield NARROWEST, Part(f"{entry.name}.{EXPONENT}", torch.uint8, shapes["exponent"])
-    if format.polarity:
-        yield NARROWEST, Part(f"{entry.name}.{POLARITY}", torch.uint8, shapes["polarity"])
     first = first_stored(entry.floor, format)
-    for bit in range(NARROWEST.mantissa + 1, WIDEST.mantissa + 1):
-        width = Precision.from_mantissa(bit)
-        yield (
-            (NARROWEST if width <= first else width),
-            Part(f"{entry.name}.{bit_name(bit)}", torch.uint8, shapes["bit"]),
-        )
+    wider = {name: Precision.from_mantissa(bit) for bit, name in BITS.items() if bit > first.mantissa}
+    for name, shape in plane_shapes(entry.shape, format).items():
+        yield wider.get(name, NARROWEST), Part(f"{entry.name}.{name}", torch.uint8, shape)
 
 
 def first_stored(floor: Precision, format: Format) -> Precision:

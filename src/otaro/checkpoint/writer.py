@@ -27,8 +27,7 @@ from otaro.checkpoint.layout import (
     signed_header,
 )
 from otaro.errors import OtaroError
-from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
-from otaro.packing import Planes
+from otaro.packing import BASE, Planes
 from otaro.partial import check_room, partial_path, refuse_existing
 from otaro.precision import NARROWEST, Precision
 from otaro.safetensors_file import tensor_bytes
@@ -252,8 +251,4 @@ class _ShardWriter:
 def _by_key(entry: Entry, content: Planes | Tensor) -> dict[str, Tensor]:
     if isinstance(content, Tensor):
         return {entry.name: content}
-    tensors = {BASE: content.base, EXPONENT: content.exponent}
-    if content.polarity is not None:
-        tensors[POLARITY] = content.polarity
-    tensors |= {bit_name(bit): plane for bit, plane in enumerate(content.bits, NARROWEST.mantissa + 1)}
-    return {f"{entry.name}.{name}": tensor for name, tensor in tensors.items()}
+    return {f"{entry.name}.{name}": tensor for name, tensor in content.named().items()}

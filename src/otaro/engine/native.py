@@ -139,12 +139,7 @@ class Matrix:
         self._threads = threads
         format_ = cpu.c_format(format)
         self.handle = _create(self, "otaro_matrix", ctypes.byref(format_), rows, self.columns)
-        contiguous = Planes(
-            planes.base.contiguous(),
-            (),
-            planes.exponent.contiguous(),
-            None if planes.polarity is None else planes.polarity.contiguous(),
-        )
+        contiguous = Planes(planes.base.contiguous(), (), planes.scale.contiguous())
         home = None if arena is None else arena.handle
         _check(_library().otaro_matrix_set_base(self.handle, ctypes.byref(cpu.c_planes(contiguous)), home, threads))
         for bit, plane in enumerate(planes.bits, NARROWEST.mantissa + 1):

@@ -23,11 +23,10 @@ from otaro.engine.native import Arena, Matrix, MatrixRole, Model, free_heap, mat
 from otaro.errors import FormatError, PrecisionError
 from otaro.json_file import read_json
 from otaro.model_config import check_counts, load_config
-from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
-from otaro.packing import Planes
+from otaro.packing import BITS, Planes
 from otaro.precision import NARROWEST, Precision
 
-_BITS = {bit_name(bit): bit for bit in range(NARROWEST.mantissa + 1, 9)}
+_BITS = {name: bit for bit, name in BITS.items()}
 
 
 class Weights:
@@ -129,10 +128,9 @@ class Weights:
         return bytes(chosen[name].mantissa for name in names)
 
     def _load_first(self) -> None:
-        """Base, exponents and the planes that floors need, and all that is not packed."""
+        """Bases, scales and the planes that floors need, and all that is not packed."""
         parts: dict[str, dict[str, Tensor]] = {}
         plain = {entry.name for entry in self.folder.entries if entry.floor is None}
-        wanted = 2 + self.folder.format.polarity
         arena = Arena(packed_size(self.folder, NARROWEST))
         for key, tensor in self.folder.planes(NARROWEST):
             name, _, part = key.rpartition(".")
@@ -140,13 +138,11 @@ class Weights:
                 self._set_vector(key, tensor)
                 continue
             parts.setdefault(name, {})[part] = tensor
-            if len(parts[name]) == wanted + self._floor_bits(name):
+            if len(parts[name]) == 2 + self._floor_bits(name):
                 self._set_matrix(name, parts.pop(name), arena)
 
     def _set_matrix(self, name: str, found: Mapping[str, Tensor], arena: Arena) -> None:
-        bits = tuple(found[bit_name(bit)] for bit in _BITS.values() if bit_name(bit) in found)
-        planes = Planes(found[BASE], bits, found[EXPONENT], found.get(POLARITY))
-        matrix = Matrix(planes, self._shapes[name], self.folder.format, self._threads, arena)
+        matrix = Matrix(Planes.from_named(found), self._shapes[name], self.folder.format, self._threads, arena)
         self._matrices[name] = matrix
         place = matrix_place(name)
         assert place is not None

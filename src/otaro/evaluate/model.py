@@ -132,8 +132,8 @@ def _open_plain(
     weights = hashlib.sha256()
     with tempfile.TemporaryDirectory(prefix="otaro-tokenizer-") as extras:
         tokenizer = _save_tokenizer(source, Path(extras))
-        model = _load_plain(source, device, weights.update, progress)
-        convert.simulate(model, layout.format, layout.embedding_floor)
+        model, scales = _load_plain(source, layout, device, weights.update, progress)
+        convert.simulate(model, layout.format, layout.embedding_floor, scales)
         backend = TorchBackend(model)
         return Subject(
             label=source.label,
@@ -162,24 +162,35 @@ def _save_tokenizer(source: Source, folder: Path) -> Any:
 
 
 def _load_plain(
-    source: Source, device: torch.device, update: Callable[[bytes | memoryview], object], progress: Progress | None
-) -> Any:
-    """The source's model, in the type that a packed one would compute in; `update` sees the bytes of every weight."""
+    source: Source,
+    layout: Layout,
+    device: torch.device,
+    update: Callable[[bytes | memoryview], object],
+    progress: Progress | None,
+) -> tuple[Any, dict[str, Tensor]]:
+    """The source's model, in the type that a packed one would compute in, and the scales that came with its weights;
+    `update` sees the bytes of every weight."""
     dtype = torch.float32 if device.type == "cpu" else getattr(torch, source.config["dtype"])
     with quiet(), no_init_weights():
         # Not made and then cast: what is computed from the config, such as rotary frequencies, stays in float32.
         model = AutoModelForCausalLM.from_config(copy.deepcopy(source.model.config), dtype=dtype)
-    state = model.state_dict()
+    state, scales = model.state_dict(), {}
+    targets = convert.find_targets(source.model, layout.embedding_floor)
     with torch.no_grad():
         for number, spec in enumerate(source.tensors, 1):
             weight = source.read(spec)
             update(spec.name.encode())
             update(tensor_bytes(weight))
+            if spec.name in targets:
+                scale = source.scale(spec, weight, targets[spec.name].shape, layout.format)
+                if scale is not None:
+                    update(tensor_bytes(scale))
+                    scales[spec.name] = scale.to(device)
             state[spec.name].copy_(weight)
             if progress is not None:
                 progress(f"reading {spec.name}", number, len(source.tensors))
     model.tie_weights()
-    return model.to(device).eval()
+    return model.to(device).eval(), scales
 
 
 def _costs(source: Source, layout: Layout, widths: Sequence[Precision]) -> dict[Width, Cost]:

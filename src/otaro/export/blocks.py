@@ -1,4 +1,4 @@
-"""SEFP codes as GGUF blocks of 32 weights that decode to the same values, bit for bit (scheme "nested").
+"""SEFP codes as GGUF blocks of 32 weights that decode to the same values (scheme "nested").
 
 With d the step of the group, negative where the group is negated:
 
@@ -6,10 +6,11 @@ With d the step of the group, negative where the group is negated:
     E5M4  Q5_1   q * d + m                q = u, m = -16.5 * d
     E5M5  Q8_0   q * d / 2                q = 2u - 67, an odd number
     E5M6  Q8_0   q * d / 2                q = 2u - 135, within -127 ... 119
-    E5M7, E5M8, and rows that are no multiple of 32: F16, which holds every value exactly
+    E5M7, E5M8, and rows that are no multiple of 32: F16; E5M8 as F32 if that must be exact
 
-Steps are powers of two from 2^-22 on, so d, d / 2 and 16.5 * d are float16 numbers. Only values of 2^16, which need the
-largest exponent of all, are none; they are refused.
+A step has three significant bits and d, d / 2 and 16.5 * d are float16 numbers, so the blocks give the same values bit
+for bit. Of values at E5M7 all significant bits, 11 at most, fit a float16; at E5M8 there are 12, and they are rounded
+to the nearest. What is too large for a float16 is refused.
 """
 
 from __future__ import annotations
@@ -23,32 +24,36 @@ from numpy.typing import NDArray
 
 from otaro import sefp
 from otaro.errors import FormatError
-from otaro.precision import Precision
+from otaro.precision import WIDEST, Precision
 from otaro.sefp import Codes
 
 BLOCK = 32
 
 
-def block_type(precision: Precision, columns: int) -> GGMLQuantizationType:
-    """The GGUF type that holds a width's values."""
+def block_type(precision: Precision, columns: int, *, exact: bool = False) -> GGMLQuantizationType:
+    """The GGUF type that holds a width's values, to the bit where that is asked for."""
+    plain = GGMLQuantizationType.F32 if exact and precision == WIDEST else GGMLQuantizationType.F16
     if columns % BLOCK:
-        return GGMLQuantizationType.F16
+        return plain
     types = {
         Precision.E5M3: GGMLQuantizationType.Q4_0,
         Precision.E5M4: GGMLQuantizationType.Q5_1,
         Precision.E5M5: GGMLQuantizationType.Q8_0,
         Precision.E5M6: GGMLQuantizationType.Q8_0,
     }
-    return types.get(precision, GGMLQuantizationType.F16)
+    return types.get(precision, plain)
 
 
-def encode_blocks(codes: Codes) -> NDArray[numpy.uint8] | NDArray[numpy.float16]:
-    """A matrix's codes in the type `block_type` names: rows of bytes, or float16 values."""
-    kind = block_type(codes.precision, codes.code.shape[-1])
+def encode_blocks(codes: Codes, *, exact: bool = False) -> NDArray[Any]:
+    """A matrix's codes in the type `block_type` names: rows of bytes, or float16 or float32 values."""
+    kind = block_type(codes.precision, codes.code.shape[-1], exact=exact)
+    if kind == GGMLQuantizationType.F32:
+        singles: NDArray[numpy.float32] = sefp.decode(codes).numpy()
+        return singles
     if kind == GGMLQuantizationType.F16:
         values = sefp.decode(codes).to(torch.float16)
         if not bool(torch.isfinite(values).all()):
-            raise FormatError("a weight of 65536 does not fit float16: this tensor cannot be exported exactly")
+            raise FormatError("a weight of 65520 or more does not fit float16: this tensor cannot be exported")
         halves: NDArray[numpy.float16] = values.numpy()
         return halves
     code = codes.code.numpy()
@@ -72,13 +77,9 @@ def encode_blocks(codes: Codes) -> NDArray[numpy.uint8] | NDArray[numpy.float16]
 
 def _signed_steps(codes: Codes) -> NDArray[numpy.float32]:
     """The step of each block of 32, [rows, blocks]."""
-    exponent = codes.exponent.numpy().astype(numpy.int32)
-    step = numpy.ldexp(numpy.float32(1), exponent - 15 + 1 - codes.precision.mantissa)
-    step[exponent == 0] = 0
-    if codes.polarity is not None:
-        step = numpy.where(codes.polarity.numpy(), -step, step)
+    step = sefp.step(codes.scale, codes.precision).numpy()
     blocks = numpy.repeat(step, codes.format.group_size // BLOCK, axis=-1)
-    result: NDArray[numpy.float32] = blocks[:, : codes.code.shape[-1] // BLOCK].astype(numpy.float32)
+    result: NDArray[numpy.float32] = blocks[:, : codes.code.shape[-1] // BLOCK]
     return result
 
 

@@ -31,10 +31,9 @@ from otaro.engine.weights import read_config
 from otaro.errors import OtaroError, foreign_code
 from otaro.export.blocks import block_type, encode_blocks
 from otaro.export.tokenizer import add_tokenizer
-from otaro.nn import BASE, EXPONENT, POLARITY, bit_name
 from otaro.packing import Planes, unpack_rows
 from otaro.partial import check_room, partial_path, refuse_existing
-from otaro.precision import NARROWEST, Precision
+from otaro.precision import Precision
 from otaro.sefp import Format
 
 ARCHITECTURES = {
@@ -48,6 +47,7 @@ FILE_TYPES = {
     GGMLQuantizationType.Q5_1: LlamaFileType.MOSTLY_Q5_1,
     GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
     GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
+    GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
 }
 
 WEIGHTS_AT_ONCE = 1 << 20
@@ -60,10 +60,13 @@ def export_gguf(
     precision: Precision | str,
     progress: Progress | None = None,
     remark: Callable[[str], None] | None = None,
+    *,
+    exact: bool = False,
 ) -> Path:
     """Write the GGUF twin of a packed folder at a width; the file appears under its name when it is whole.
 
-    `remark` is told where llama.cpp will make other tokens of a text.
+    `remark` is told where llama.cpp will make other tokens of a text. E5M8 is rounded to float16, or takes twice the
+    space where `exact` asks for every bit.
     """
     folder, out, precision = Path(folder), Path(out), Precision(precision)
     refuse_existing(out)
@@ -80,7 +83,7 @@ def export_gguf(
     with partial_path(out, out.absolute().parent) as partial:
         writer = GGUFWriter(partial, arch=_name(architecture))
         try:
-            remarks = _write(writer, packed, config, shape, precision, out, progress)
+            remarks = _write(writer, packed, config, shape, precision, exact, out, progress)
         finally:
             writer.close()
         partial.rename(out)
@@ -96,12 +99,13 @@ def _write(
     config: Any,
     shape: Shape,
     precision: Precision,
+    exact: bool,
     out: Path,
     progress: Progress | None,
 ) -> list[str]:
     """What the tokenizer's description leaves out is returned (`add_tokenizer`)."""
     architecture = ARCHITECTURES[config.model_type]
-    _add_description(writer, packed, config, shape, precision)
+    _add_description(writer, packed, config, shape, precision, exact)
     with foreign_code(f"the tokenizer of {packed.path} cannot be exported"):
         remarks = add_tokenizer(writer, packed.path, shape.vocabulary)
     names = get_tensor_name_map(architecture, shape.layers)
@@ -116,7 +120,7 @@ def _write(
         if entry.floor is None:
             size += _announce(writer, name, entry.shape, GGMLQuantizationType.F32)
         else:
-            kind = block_type(max(precision, entry.floor), entry.shape[-1])
+            kind = block_type(max(precision, entry.floor), entry.shape[-1], exact=exact)
             size += _announce(writer, f"{name}.weight", entry.shape, kind)
     check_room(out, size)
     writer.write_header_to_file()
@@ -131,7 +135,8 @@ def _write(
             data = parts[entry.name].to(torch.float32)[rows].numpy()
         else:
             width = max(precision, entry.floor)
-            data = _encode(_planes(parts, entry.name, width), rows, entry.shape[-1], width, packed.format)
+            planes = _planes(parts, entry.name, width)
+            data = _encode(planes, rows, entry.shape[-1], width, packed.format, exact)
         writer.write_tensor_data(data)
         if progress is not None:
             progress(f"writing {out.name}", number, len(packed.entries))
@@ -147,14 +152,16 @@ def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: GGMLQ
     return size
 
 
-def _encode(planes: Planes, rows: Tensor, columns: int, width: Precision, format: Format) -> NDArray[numpy.uint8]:
+def _encode(
+    planes: Planes, rows: Tensor, columns: int, width: Precision, format: Format, exact: bool
+) -> NDArray[numpy.uint8]:
     """A matrix's rows, in the order asked for, as bytes of a GGUF file; by parts, as codes take far more memory."""
-    block, block_bytes = GGML_QUANT_SIZES[block_type(width, columns)]
+    block, block_bytes = GGML_QUANT_SIZES[block_type(width, columns, exact=exact)]
     data = numpy.empty((len(rows), columns // block * block_bytes), dtype=numpy.uint8)
     done = 0
     for part in rows.split(max(1, WEIGHTS_AT_ONCE // columns)):
         codes = unpack_rows(planes, part, columns, width, format)
-        data[done : done + len(part)] = encode_blocks(codes).view(numpy.uint8)
+        data[done : done + len(part)] = encode_blocks(codes, exact=exact).view(numpy.uint8)
         done += len(part)
     return data
 
@@ -180,9 +187,11 @@ def _name(architecture: MODEL_ARCH) -> str:
     return str(MODEL_ARCH_NAMES[architecture])
 
 
-def _add_description(writer: GGUFWriter, packed: PackedFolder, config: Any, shape: Shape, precision: Precision) -> None:
+def _add_description(
+    writer: GGUFWriter, packed: PackedFolder, config: Any, shape: Shape, precision: Precision, exact: bool
+) -> None:
     writer.add_name(f"{packed.described.get('source', packed.path.name)} {precision}")
-    writer.add_file_type(FILE_TYPES[block_type(precision, shape.hidden)])
+    writer.add_file_type(FILE_TYPES[block_type(precision, shape.hidden, exact=exact)])
     writer.add_quantization_version(2)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(shape.hidden)
@@ -226,5 +235,6 @@ def _permutation(architecture: MODEL_ARCH, name: str, shape: Shape) -> Tensor | 
 
 
 def _planes(tensors: dict[str, Tensor], name: str, width: Precision) -> Planes:
-    bits = tuple(tensors[f"{name}.{bit_name(bit)}"] for bit in range(NARROWEST.mantissa + 1, width.mantissa + 1))
-    return Planes(tensors[f"{name}.{BASE}"], bits, tensors[f"{name}.{EXPONENT}"], tensors.get(f"{name}.{POLARITY}"))
+    prefix = f"{name}."
+    named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    return Planes.from_named(named, width)

@@ -27,7 +27,7 @@ from otaro.errors import OtaroError
 from otaro.ops import cpu, reference
 from otaro.packing import Planes
 from otaro.precision import WIDEST, Precision
-from otaro.sefp import BY_SCHEME, Format, Scheme, Tiers
+from otaro.sefp import Format, Scheme, Tiers
 
 OPS = ("pack", "dequantize", "quantize", "linear", "embedding")
 # Above this many rows of x, dequantising the weight once and calling the library's matrix product is faster.
@@ -95,42 +95,41 @@ def backends() -> list[tuple[str, str, str]]:
     return rows
 
 
-def pack(weight: Tensor, format: Format = Format()) -> tuple[Planes, Tensor]:
+def scales(weight: Tensor, format: Format = Format()) -> Tensor:
+    """The scale of every group of a weight, [..., groups]: found once, it serves every width."""
+    found: Tensor = _backend(weight.device).scales(weight.detach(), format)
+    return found
+
+
+def pack(weight: Tensor, format: Format = Format(), scale: Tensor | None = None) -> tuple[Planes, Tensor]:
     """The planes of a weight up to E5M8, and how many groups had their exponent clamped from [below, above]."""
-    planes, clamped = _backend(weight.device).pack(weight.detach(), format)
+    planes, clamped = _backend(weight.device).pack(weight.detach(), format, scale)
     return planes, clamped
 
 
-def quantize(
-    tensor: Tensor,
-    precision: Precision | str,
-    *,
-    scheme: Scheme = "nested",
-    group_size: int = 64,
-    polarity: bool = BY_SCHEME,
-    exponent_by_error: Precision | str | None = BY_SCHEME,
-) -> Tensor:
+def quantize(tensor: Tensor, precision: Precision | str, *, scheme: Scheme = "nested", group_size: int = 64) -> Tensor:
     """The values a weight takes at a width: same shape, same dtype, gradients pass straight through.
 
     Groups run along the last dimension. Raises :class:`otaro.errors.WeightError` for NaN or infinity. For ``nearest``
     each width is rounded from the tensor itself; a packed model slices it from E5M8 (see :func:`fake_quantize`).
     """
-    format = Format(scheme, group_size, polarity, exponent_by_error)  # type: ignore[arg-type]
-    precision = Precision(precision)
+    format, precision = Format(scheme, group_size), Precision(precision)
     sefp.check_weight(tensor)
     return _quantize(tensor, precision, format)
 
 
-def fake_quantize(weight: Tensor, precision: Precision, format: Format, tiers: Tiers = ()) -> Tensor:
+def fake_quantize(
+    weight: Tensor, precision: Precision, format: Format, tiers: Tiers = (), scale: Tensor | None = None
+) -> Tensor:
     """The values the *packed* weight has at a width, gradients passing straight through.
 
-    With `tiers` they go to the tensor that decides that width's last bit.
+    With `tiers` they go to the tensor that decides that width's last bit. `scale` need not be found again.
     """
     if format.scheme == "nearest" and precision < WIDEST:
         _, encoder = codec(weight.device)
         codes = encoder.truncate(encoder.encode(weight.detach(), WIDEST, format), precision)
         return straight_through(weight, encoder.decode(codes, weight.dtype))
-    return _quantize(weight, precision, format, tiers)
+    return _quantize(weight, precision, format, tiers, scale)
 
 
 def deciding(weight: Tensor, precision: Precision, tiers: Tiers) -> Tensor:
@@ -187,8 +186,7 @@ def _arguments(planes: Planes, columns: int, precision: Precision, format: Forma
     return (
         planes.base,
         list(planes.bits[:needed]),
-        planes.exponent,
-        planes.polarity,
+        planes.scale,
         columns,
         precision.mantissa,
         format.scheme,
@@ -196,21 +194,17 @@ def _arguments(planes: Planes, columns: int, precision: Precision, format: Forma
     )
 
 
-def _format(scheme: str, group_size: int, polarity: Tensor | bool | None, by_error: int = 0) -> Format:
-    refined = polarity is not None and polarity is not False
-    return Format(scheme, group_size, refined, Precision.from_mantissa(by_error) if by_error else None)  # type: ignore[arg-type]
-
-
-def _quantize(weight: Tensor, precision: Precision, format: Format, tiers: Tiers = ()) -> Tensor:
+def _quantize(
+    weight: Tensor, precision: Precision, format: Format, tiers: Tiers = (), scale: Tensor | None = None
+) -> Tensor:
     given = [(width, tier.detach()) for width, tier in tiers]
     if torch.compiler.is_compiling():
-        by_error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
         values = torch.ops.otaro.quantize(
-            *(weight.detach(), precision.mantissa, format.scheme, format.group_size, format.polarity, by_error),
-            *([tier for _, tier in given], [width.mantissa for width, _ in given]),
+            *(weight.detach(), precision.mantissa, format.scheme, format.group_size),
+            *([tier for _, tier in given], [width.mantissa for width, _ in given], scale),
         )
     else:
-        values = quantize_backend(weight.device).quantize(weight.detach(), precision, format, given)
+        values = quantize_backend(weight.device).quantize(weight.detach(), precision, format, given, scale)
     return straight_through(deciding(weight, precision, tiers), values)
 
 
@@ -230,15 +224,14 @@ def _quantize_op(
     mantissa: int,
     scheme: str,
     group_size: int,
-    polarity: bool,
-    exponent_by_error: int,
     tiers: list[Tensor],
     tier_mantissas: list[int],
+    scale: Tensor | None,
 ) -> Tensor:
-    format = _format(scheme, group_size, polarity, exponent_by_error)
+    format = Format(scheme, group_size)  # type: ignore[arg-type]
     listed = list(zip(map(Precision.from_mantissa, tier_mantissas), tiers, strict=True))
     backend = quantize_backend(weight.device)
-    values: Tensor = backend.quantize(weight, Precision.from_mantissa(mantissa), format, listed)
+    values: Tensor = backend.quantize(weight, Precision.from_mantissa(mantissa), format, listed, scale)
     return values
 
 
@@ -248,10 +241,9 @@ def _(
     mantissa: int,
     scheme: str,
     group_size: int,
-    polarity: bool,
-    exponent_by_error: int,
     tiers: list[Tensor],
     tier_mantissas: list[int],
+    scale: Tensor | None,
 ) -> Tensor:
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
@@ -260,16 +252,14 @@ def _(
 def _dequantize_op(
     base: Tensor,
     bits: list[Tensor],
-    exponent: Tensor,
-    polarity: Tensor | None,
+    scale: Tensor,
     columns: int,
     mantissa: int,
     scheme: str,
     group_size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    planes = Planes(base, tuple(bits), exponent, polarity)
-    format = _format(scheme, group_size, polarity)
+    planes, format = Planes(base, tuple(bits), scale), Format(scheme, group_size)  # type: ignore[arg-type]
     values: Tensor = _backend(base.device).dequantize(planes, columns, Precision.from_mantissa(mantissa), format, dtype)
     return values
 
@@ -278,8 +268,7 @@ def _dequantize_op(
 def _(
     base: Tensor,
     bits: list[Tensor],
-    exponent: Tensor,
-    polarity: Tensor | None,
+    scale: Tensor,
     columns: int,
     mantissa: int,
     scheme: str,
@@ -294,16 +283,14 @@ def _linear_op(
     x: Tensor,
     base: Tensor,
     bits: list[Tensor],
-    exponent: Tensor,
-    polarity: Tensor | None,
+    scale: Tensor,
     columns: int,
     mantissa: int,
     scheme: str,
     group_size: int,
     bias: Tensor | None,
 ) -> Tensor:
-    planes = Planes(base, tuple(bits), exponent, polarity)
-    format = _format(scheme, group_size, polarity)
+    planes, format = Planes(base, tuple(bits), scale), Format(scheme, group_size)  # type: ignore[arg-type]
     result: Tensor = _backend(x.device).linear(x, planes, columns, Precision.from_mantissa(mantissa), format, bias)
     return result
 
@@ -313,8 +300,7 @@ def _(
     x: Tensor,
     base: Tensor,
     bits: list[Tensor],
-    exponent: Tensor,
-    polarity: Tensor | None,
+    scale: Tensor,
     columns: int,
     mantissa: int,
     scheme: str,
@@ -329,16 +315,14 @@ def _embedding_op(
     ids: Tensor,
     base: Tensor,
     bits: list[Tensor],
-    exponent: Tensor,
-    polarity: Tensor | None,
+    scale: Tensor,
     columns: int,
     mantissa: int,
     scheme: str,
     group_size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    planes = Planes(base, tuple(bits), exponent, polarity)
-    format = _format(scheme, group_size, polarity)
+    planes, format = Planes(base, tuple(bits), scale), Format(scheme, group_size)  # type: ignore[arg-type]
     values: Tensor = _backend(ids.device).embedding(
         ids, planes, columns, Precision.from_mantissa(mantissa), format, dtype
     )
@@ -350,8 +334,7 @@ def _(
     ids: Tensor,
     base: Tensor,
     bits: list[Tensor],
-    exponent: Tensor,
-    polarity: Tensor | None,
+    scale: Tensor,
     columns: int,
     mantissa: int,
     scheme: str,

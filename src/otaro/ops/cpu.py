@@ -33,17 +33,12 @@ _ISAS = ("auto", "reference", "avx2", "avx512", "neon")
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _BIT_PLANES = WIDEST.mantissa - NARROWEST.mantissa
 _MAX_THREADS = 1024
-_NOT_FINITE, _INDEX = 3, 4
+_NOT_FINITE, _INDEX, _SCALE = 3, 4, 8
 _ERRORS = {1: "an invalid argument", 2: "a buffer that is too small", 7: "no memory left"}
 
 
 class _CFormat(ctypes.Structure):
-    _fields_ = (
-        ("scheme", ctypes.c_int32),
-        ("group_size", ctypes.c_int32),
-        ("polarity", ctypes.c_int32),
-        ("exponent_by_error", ctypes.c_int32),
-    )
+    _fields_ = (("scheme", ctypes.c_int32), ("group_size", ctypes.c_int32))
 
 
 class _CPlanes(ctypes.Structure):
@@ -53,10 +48,8 @@ class _CPlanes(ctypes.Structure):
         ("bits", ctypes.c_void_p * _BIT_PLANES),
         ("bits_bytes", ctypes.c_int64 * _BIT_PLANES),
         ("bits_count", ctypes.c_int64),
-        ("exponent", ctypes.c_void_p),
-        ("exponent_bytes", ctypes.c_int64),
-        ("polarity", ctypes.c_void_p),
-        ("polarity_bytes", ctypes.c_int64),
+        ("scale", ctypes.c_void_p),
+        ("scale_bytes", ctypes.c_int64),
     )
 
 
@@ -64,10 +57,8 @@ class _CCodes(ctypes.Structure):
     _fields_ = (
         ("code", ctypes.c_void_p),
         ("code_bytes", ctypes.c_int64),
-        ("exponent", ctypes.c_void_p),
-        ("exponent_bytes", ctypes.c_int64),
-        ("polarity", ctypes.c_void_p),
-        ("polarity_bytes", ctypes.c_int64),
+        ("scale", ctypes.c_void_p),
+        ("scale_bytes", ctypes.c_int64),
     )
 
 
@@ -101,12 +92,16 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "otaro_abi_version": (),
     "otaro_isa_supported": (_INT,),
     "otaro_best_isa": (),
-    "otaro_encode": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _STRUCT, _DATA, _INT, _INT),
+    "otaro_scales": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _DATA, _LONG, _INT, _INT),
+    "otaro_encode": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _DATA, _LONG, _STRUCT, _DATA, _INT, _INT),
     "otaro_decode": (_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _INT, _INT, _INT),
     "otaro_truncate": (_INT, _LONG, _DATA, _LONG, _INT, _INT, _DATA, _LONG, _INT, _INT),
-    "otaro_pack": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _STRUCT, _DATA, _DATA, _INT, _INT),
+    "otaro_pack": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _DATA, _LONG, _STRUCT, _DATA, _DATA, _INT, _INT),
     "otaro_dequantize": (_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _INT, _INT, _INT),
-    "otaro_quantize": (_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _STRUCT, _DATA, _LONG, _INT, _INT),
+    "otaro_quantize": (
+        *(_STRUCT, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _STRUCT, _DATA, _LONG),
+        *(_DATA, _LONG, _INT, _INT),
+    ),
     "otaro_rows": (_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _LONG, _DATA, _LONG, _INT, _INT, _INT),
     "otaro_linear": (
         *(_STRUCT, _LONG, _LONG, _STRUCT, _INT, _DATA, _LONG, _LONG),
@@ -139,21 +134,32 @@ def isas() -> list[str]:
     return [name for number, name in enumerate(_ISAS) if number and library().otaro_isa_supported(number)]
 
 
-def pack(weight: Tensor, format: Format, *, isa: str | None = None) -> tuple[Planes, Tensor]:
+def scales(weight: Tensor, format: Format, *, isa: str | None = None) -> Tensor:
+    """The scale of every group of a tensor. Weights are taken to be finite."""
+    weight = _contiguous(weight)
+    scale = torch.empty(_scale_shape(weight, format), dtype=torch.uint8)
+    error = library().otaro_scales(
+        *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _dtype(weight.dtype)),
+        *(*_data(scale), _threads(), isa_number(isa)),
+    )
+    check(error)
+    return scale
+
+
+def pack(
+    weight: Tensor, format: Format, scale: Tensor | None = None, *, isa: str | None = None
+) -> tuple[Planes, Tensor]:
     """The planes of a tensor's E5M8 codes, and int64 [2]: groups whose exponent was below and above the range."""
     weight = _checked_weight(weight)
+    scale = _checked_scale(scale, weight, format)
     shapes = plane_shapes(tuple(weight.shape), format)
-    planes = Planes(
-        torch.empty(shapes["base"], dtype=torch.uint8),
-        tuple(torch.empty(shapes["bit"], dtype=torch.uint8) for _ in range(_BIT_PLANES)),
-        torch.empty(shapes["exponent"], dtype=torch.uint8),
-        torch.empty(shapes["polarity"], dtype=torch.uint8) if format.polarity else None,
-    )
+    planes = Planes.from_named({name: torch.empty(shape, dtype=torch.uint8) for name, shape in shapes.items()})
     clamped = torch.zeros(2, dtype=torch.int64)
     index = ctypes.c_int64(-1)
     error = library().otaro_pack(
         *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _DTYPES[weight.dtype]),
-        *(ctypes.byref(c_planes(planes)), clamped.data_ptr(), ctypes.byref(index), _threads(), isa_number(isa)),
+        *(*_optional(scale), ctypes.byref(c_planes(planes)), clamped.data_ptr(), ctypes.byref(index)),
+        *(_threads(), isa_number(isa)),
     )
     if error == _NOT_FINITE:
         raise sefp.not_finite(weight, index.value)
@@ -176,17 +182,24 @@ def dequantize(
 
 
 def quantize(
-    weight: Tensor, precision: Precision, format: Format, tiers: Tiers = (), *, isa: str | None = None
+    weight: Tensor,
+    precision: Precision,
+    format: Format,
+    tiers: Tiers = (),
+    scale: Tensor | None = None,
+    *,
+    isa: str | None = None,
 ) -> Tensor:
     """The values a tensor's weights have at a width, in its own dtype. Weights are taken to be finite."""
     weight = _contiguous(weight)
+    scale = _checked_scale(scale, weight, format)
     value = torch.empty_like(weight)
     listed = [(width, _contiguous(tier)) for width, tier in tiers]
     if any(tier.shape != weight.shape or tier.dtype != weight.dtype for _, tier in listed):
         raise TypeError(f"tiers must be {weight.dtype} of shape {list(weight.shape)}, as the weight is")
     error = library().otaro_quantize(
         *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _dtype(weight.dtype)),
-        *(precision.mantissa, ctypes.byref(_c_tiers(listed)) if listed else None),
+        *(precision.mantissa, ctypes.byref(_c_tiers(listed)) if listed else None, *_optional(scale)),
         *(*_data(value), _threads(), isa_number(isa)),
     )
     check(error)
@@ -225,7 +238,7 @@ def linear(
             *_data(x),
             _rows(x),
         ),
-        *((None, 0) if bias is None else _data(bias)),
+        *_optional(bias),
         *(*_data(y), _threads(), isa_number(isa)),
     )
     check(error)
@@ -263,17 +276,19 @@ def embedding(
     return value
 
 
-def encode(weight: Tensor, precision: Precision, format: Format, *, isa: str | None = None) -> Codes:
+def encode(
+    weight: Tensor, precision: Precision, format: Format, scale: Tensor | None = None, *, isa: str | None = None
+) -> Codes:
     """The codes of a tensor at a width."""
     weight = _checked_weight(weight)
+    scale = _checked_scale(scale, weight, format)
     code = torch.empty(weight.shape, dtype=torch.int16)
-    exponent = torch.empty((*weight.shape[:-1], format.groups(weight.shape[-1])), dtype=torch.uint8)
-    polarity = torch.empty(exponent.shape, dtype=torch.bool) if format.polarity else None
-    codes = Codes(code, exponent, polarity, precision, format)
+    codes = Codes(code, torch.empty(_scale_shape(weight, format), dtype=torch.uint8), precision, format)
     index = ctypes.c_int64(-1)
     error = library().otaro_encode(
         *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _DTYPES[weight.dtype]),
-        *(precision.mantissa, ctypes.byref(_codes(codes)), ctypes.byref(index), _threads(), isa_number(isa)),
+        *(precision.mantissa, *_optional(scale), ctypes.byref(_c_codes(codes)), ctypes.byref(index)),
+        *(_threads(), isa_number(isa)),
     )
     if error == _NOT_FINITE:
         raise sefp.not_finite(weight, index.value)
@@ -284,15 +299,14 @@ def encode(weight: Tensor, precision: Precision, format: Format, *, isa: str | N
 def decode(codes: Codes, dtype: torch.dtype = torch.float32, *, isa: str | None = None) -> Tensor:
     """The values the codes stand for."""
     format, columns = codes.format, codes.code.shape[-1]
-    polarity = None if codes.polarity is None else _contiguous(codes.polarity)
-    codes = Codes(_contiguous(codes.code), _contiguous(codes.exponent), polarity, codes.precision, format)
+    codes = Codes(_contiguous(codes.code), _contiguous(codes.scale), codes.precision, format)
     value = torch.empty(codes.code.shape, dtype=dtype)
     error = library().otaro_decode(
         *(
             ctypes.byref(c_format(format)),
             _rows(codes.code),
             columns,
-            ctypes.byref(_codes(codes)),
+            ctypes.byref(_c_codes(codes)),
             codes.precision.mantissa,
         ),
         *(*_data(value), _dtype(dtype), _threads(), isa_number(isa)),
@@ -312,7 +326,7 @@ def truncate(codes: Codes, precision: Precision, *, isa: str | None = None) -> C
         *(codes.precision.mantissa, precision.mantissa, *_data(result), _threads(), isa_number(isa)),
     )
     check(error)
-    return Codes(result, codes.exponent, codes.polarity, precision, codes.format)
+    return Codes(result, codes.scale, precision, codes.format)
 
 
 @functools.cache
@@ -345,6 +359,8 @@ def isa_number(name: str | None) -> int:
 
 
 def check(error: int) -> None:
+    if error == _SCALE:
+        raise FormatError("the tensor's scales hold a byte that is no scale: fetch its file again")
     if error:
         raise RuntimeError(f"the native library refused a call: {_ERRORS.get(error, f'error {error}')}")
 
@@ -376,28 +392,26 @@ def _checked_planes(planes: Planes, columns: int, precision: Precision, format: 
     stored = format.stored(precision)
     if planes.precision < stored:
         raise PrecisionError(f"{precision} needs the bits of {stored}, but the planes hold those of {planes.precision}")
-    if format.polarity and planes.polarity is None:
-        raise FormatError("the format uses polarity, but the planes hold none")
-    used = Planes(
-        _contiguous(planes.base),
-        tuple(_contiguous(plane) for plane in planes.bits[: stored.mantissa - NARROWEST.mantissa]),
-        _contiguous(planes.exponent),
-        _contiguous(planes.polarity) if format.polarity and planes.polarity is not None else None,
-    )
+    needed = planes.bits[: stored.mantissa - NARROWEST.mantissa]
+    used = Planes(_contiguous(planes.base), tuple(map(_contiguous, needed)), _contiguous(planes.scale))
     *leading, width = used.base.shape
     if width != padded_columns(columns, format) // 2:
         raise FormatError(f"planes of {2 * width} weights a row do not belong to a tensor of {columns} columns")
     shapes = plane_shapes((*leading, columns), format)
-    _check_shape("the base", used.base, shapes["base"])
-    _check_shape("the exponents", used.exponent, shapes["exponent"])
-    for plane in used.bits:
-        _check_shape("a bit plane", plane, shapes["bit"])
-    if used.polarity is not None:
-        _check_shape("the polarity", used.polarity, shapes["polarity"])
-    rows = 1
-    for size in leading:
-        rows *= size
-    return used, rows
+    for name, plane in used.named().items():
+        _check_shape(name, plane, shapes[name])
+    return used, _rows(used.base)
+
+
+def _checked_scale(scale: Tensor | None, weight: Tensor, format: Format) -> Tensor | None:
+    if scale is None:
+        return None
+    _check_shape("the scale", scale, _scale_shape(weight, format))
+    return _contiguous(scale)
+
+
+def _scale_shape(weight: Tensor, format: Format) -> tuple[int, ...]:
+    return (*weight.shape[:-1], format.groups(weight.shape[-1]))
 
 
 def _check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
@@ -417,10 +431,13 @@ def _data(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
+def _optional(tensor: Tensor | None) -> tuple[int | None, int]:
+    return (None, 0) if tensor is None else _data(tensor)
+
+
 @functools.cache
 def c_format(format: Format) -> _CFormat:
-    error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
-    return _CFormat(sefp.SCHEMES.index(format.scheme), format.group_size, int(format.polarity), error)
+    return _CFormat(sefp.SCHEMES.index(format.scheme), format.group_size)
 
 
 def c_planes(planes: Planes) -> _CPlanes:
@@ -430,8 +447,7 @@ def c_planes(planes: Planes) -> _CPlanes:
         (ctypes.c_void_p * _BIT_PLANES)(*(address for address, _ in bits)),
         (ctypes.c_int64 * _BIT_PLANES)(*(size for _, size in bits)),
         len(bits),
-        *_data(planes.exponent),
-        *((None, 0) if planes.polarity is None else _data(planes.polarity)),
+        *_data(planes.scale),
     )
 
 
@@ -444,9 +460,5 @@ def _c_tiers(tiers: Tiers) -> _CTiers:
     )
 
 
-def _codes(codes: Codes) -> _CCodes:
-    return _CCodes(
-        *_data(codes.code),
-        *_data(codes.exponent),
-        *((None, 0) if codes.polarity is None else _data(codes.polarity)),
-    )
+def _c_codes(codes: Codes) -> _CCodes:
+    return _CCodes(*_data(codes.code), *_data(codes.scale))

@@ -5,7 +5,8 @@ millisecond of memory traffic, but one small launch per layer and operation cost
 walks over a list of tensors: each program takes a block of groups of one of them, found in a table made once per list.
 The width is an argument, not a constant, so one compiled kernel serves all of them.
 
-Same results as :mod:`otaro.sefp`, bit for bit: scales are built from exponent bits, and errors are counted in integers.
+Same results as :mod:`otaro.sefp`, bit for bit: steps are built from the bits of scales, no product is fused with a sum,
+and errors are counted in integers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otaro.precision import Precision
-from otaro.sefp import SCHEMES, WEIGHT_DTYPES, Format, Tiers
+from otaro.sefp import CANDIDATES, ERROR_WIDTH, SCHEMES, WEIGHT_DTYPES, Format, Tiers
 
 BLOCK_WEIGHTS = 512
 WARPS = 8
@@ -49,10 +50,30 @@ def _float(integer):
 
 
 @triton.jit
-def _nested_code(weight, field, low):
-    scaled = weight * _power_of_two(22 - field)[:, None]
-    cell = _floor(tl.minimum(tl.maximum(scaled, low - 272.0), 239.0))
-    return tl.where((weight < 0) & (scaled == 0), -1, cell) + 272
+def _step(scale, mantissa):
+    """The signed step of each group; of no use in a group of zeros."""
+    size = _float(4 + (scale & 3)) * _power_of_two(((scale >> 2) & 31) - 16 - mantissa)
+    return tl.where(scale >= 128, -size, size)
+
+
+@triton.jit
+def _inverse_step(scale, mantissa):
+    quarters = scale & 3
+    inverse = tl.where(quarters == 0, 1.0, tl.where(quarters == 1, 4 / 5, tl.where(quarters == 2, 4 / 6, 4 / 7)))
+    return inverse * _power_of_two(mantissa + 14 - ((scale >> 2) & 31))
+
+
+@triton.jit
+def _cell(weight, inverse, low, high):
+    """The cell a weight lies in, in steps, by floor. The clamp stands between the product and the sums of the floor."""
+    scaled = weight * inverse
+    cell = _floor(tl.minimum(tl.maximum(scaled, low), high))
+    return tl.where((weight < 0) & (scaled == 0), -1, cell)
+
+
+@triton.jit
+def _nested_code(weight, scale):
+    return _cell(weight, _inverse_step(scale, 8)[:, None], -256.0, 239.0) + 272
 
 
 @triton.jit
@@ -62,15 +83,38 @@ def _within(code, narrower, dropped):
 
 
 @triton.jit
-def _squared_error(weight, own, field, candidate, low, by_error):
-    target = weight * _power_of_two(30 - field)[:, None]
-    target = _floor(tl.minimum(tl.maximum(target, -1048576.0), 1048576.0))
-    code = _nested_code(weight, candidate, low) >> (8 - by_error)
-    value = (2 * code + 1 - (17 << (by_error - 3))) << (15 - by_error)
-    value = value >> (field - candidate)[:, None]
-    # Under 2^21, so that its square needs 64 bits and nothing before it.
-    error = tl.where(own, target - value, 0).to(tl.int64)
-    return error * error
+def _squared_error(weight, target, own, first, scale, mantissa: tl.constexpr):
+    """Of each group with a scale, `target` being the weights in units of 2^(E-11); at widths of at least four bits a
+    value is the middle of its cell."""
+    low: tl.constexpr = -(1 << mantissa)
+    high: tl.constexpr = (1 << (mantissa + 1)) - 1 - (17 << (mantissa - 4))
+    cell = _cell(weight, _inverse_step(scale, mantissa)[:, None], low * 1.0, high * 1.0)
+    size = (4 + (scale & 3)) << (9 - mantissa + (scale >> 2) - (first >> 2))
+    error = tl.where(own, target - (2 * cell + 1) * size[:, None], 0)
+    return tl.sum(error * error, axis=1)
+
+
+@triton.jit
+def _find_scale(weight, own, scheme: tl.constexpr, candidates: tl.constexpr, error_mantissa: tl.constexpr):
+    """The scale of each group, 0 where all weights are zero."""
+    above, below = tl.max(weight, axis=1), -tl.min(weight, axis=1)
+    largest = tl.maximum(above, below)
+    field = (largest.to(tl.int32, bitcast=True) >> 23) - 112
+    first = tl.minimum(tl.maximum(field, 1), 30) << 2
+    scale = first
+    if scheme == 2:
+        negative = above > below
+        weight = tl.where(negative[:, None], -weight, weight)
+        target = weight * _power_of_two(25 - (first >> 2))[:, None]
+        target = 2 * _floor(tl.minimum(tl.maximum(target, -2048.0), 2047.0)) + 1
+        least = _squared_error(weight, target, own, first, first, error_mantissa)
+        for lowered in tl.static_range(1, candidates):
+            candidate = tl.maximum(first - lowered, 4)
+            error = _squared_error(weight, target, own, first, candidate, error_mantissa)
+            scale = tl.where(error < least, candidate, scale)
+            least = tl.minimum(error, least)
+        scale |= negative.to(tl.int32) << 7
+    return tl.where(largest == 0.0, 0, scale)
 
 
 @triton.jit
@@ -111,11 +155,15 @@ def _pointer(table, tensor, flat: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def _loaded(table, tensor, offset, own, negated, polarity: tl.constexpr, flat: tl.constexpr, source_type: tl.constexpr):
-    values = tl.load(_pointer(table, tensor, flat, source_type) + offset, mask=own, other=0.0).to(tl.float32)
-    if polarity:
-        values = tl.where(negated[:, None], -values, values)
-    return values
+def _loaded(table, tensor, offset, own, flat: tl.constexpr, source_type: tl.constexpr):
+    return tl.load(_pointer(table, tensor, flat, source_type) + offset, mask=own, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _code(table, tensor, offset, own, scale, flat: tl.constexpr, source_type: tl.constexpr):
+    """E5M8 codes of one of the tensors that decide, negated where the scale is negative."""
+    weight = _loaded(table, tensor, offset, own, flat, source_type)
+    return _nested_code(tl.where((scale >= 128)[:, None], -weight, weight), scale)
 
 
 @triton.jit
@@ -127,7 +175,7 @@ def _quantize_kernel(
     all_columns,
     all_groups,
     first_groups,
-    fields,
+    scales,
     block_tensor,
     block_start,
     mantissa,
@@ -136,8 +184,8 @@ def _quantize_kernel(
     wide: tl.constexpr,
     scheme: tl.constexpr,
     sliced: tl.constexpr,
-    polarity: tl.constexpr,
-    by_error: tl.constexpr,
+    candidates: tl.constexpr,
+    error_mantissa: tl.constexpr,
     known: tl.constexpr,
     flat: tl.constexpr,
     group_size: tl.constexpr,
@@ -148,64 +196,40 @@ def _quantize_kernel(
     tensor, group, there, offset, own = _places(
         block_tensor, block_start, all_columns, all_groups, flat, group_size, groups_per_block
     )
-    here = fields + tl.load(first_groups + tensor) + group
+    here = scales + tl.load(first_groups + tensor) + group
     if known:
-        kept = tl.load(here, mask=there, other=1).to(tl.int32)
-        field = kept & 31
-        negated = (kept & 32) != 0
-        empty = (kept & 64) != 0
+        scale = tl.load(here, mask=there, other=0).to(tl.int32)
     else:
-        weight = tl.load(_pointer(sources, tensor, flat, source_type) + offset, mask=own, other=0.0).to(tl.float32)
-        above, below = tl.max(weight, axis=1), -tl.min(weight, axis=1)
-        largest = tl.maximum(above, below)
-        empty = largest == 0.0
-        negated = above > below
-        field = (largest.to(tl.int32, bitcast=True) >> 23) - 112
-        field = tl.minimum(tl.maximum(field, 1), 30)
+        weight = _loaded(sources, tensor, offset, own, flat, source_type)
+        scale = _find_scale(weight, own, scheme, candidates, error_mantissa)
+        tl.store(here, scale.to(tl.uint8), mask=there)
     if scheme == 2:
-        low = 16.0 if polarity else 32.0
-        if not known:
-            if polarity:
-                weight = tl.where(negated[:, None], -weight, weight)
-            if by_error > 0:
-                lowered = tl.maximum(field - 1, 1)
-                gained = _squared_error(weight, own, field, field, low, by_error)
-                gained -= _squared_error(weight, own, field, lowered, low, by_error)
-                field = tl.where((tl.sum(gained, axis=1) > 0) & (field > 1), lowered, field)
-            if narrow > 0:
-                found = field | (negated.to(tl.int32) << 5) | (empty.to(tl.int32) << 6)
-                tl.store(here, found.to(tl.uint8), mask=there)
         if narrow > 0:
-            free = _loaded(narrow_tiers, tensor, offset, own, negated, polarity, flat, source_type)
-            code = _nested_code(free, field, low)
+            code = _code(narrow_tiers, tensor, offset, own, scale, flat, source_type)
             if wide > 0:  # noqa: SIM102 (known when the kernel is compiled, the other when it runs)
                 if mantissa > narrow:
-                    free = _loaded(wide_tiers, tensor, offset, own, negated, polarity, flat, source_type)
-                    code = _within(_nested_code(free, field, low), code, 8 - narrow)
+                    code = _within(_code(wide_tiers, tensor, offset, own, scale, flat, source_type), code, 8 - narrow)
             last: tl.constexpr = wide if wide > 0 else narrow
             if mantissa > last:
-                if known:
-                    weight = _loaded(sources, tensor, offset, own, negated, polarity, flat, source_type)
-                code = _within(_nested_code(weight, field, low), code, 8 - last)
+                code = _within(_code(sources, tensor, offset, own, scale, flat, source_type), code, 8 - last)
         else:
-            code = _nested_code(weight, field, low)
+            code = _code(sources, tensor, offset, own, scale, flat, source_type)
         code = code >> (8 - mantissa)
-        value = (_float(code) + bias) * _power_of_two(field - 14 - mantissa)[:, None]
-        if polarity:
-            value = tl.where(negated[:, None], -value, value)
+        value = (_float(code) + bias) * _step(scale, mantissa)[:, None]
     else:
         limit = ((1 << mantissa) - 1).to(tl.float32)
         bits = 8 if sliced else mantissa
-        magnitude = tl.abs(weight) * _power_of_two(bits + 14 - field)[:, None]
+        weight = _loaded(sources, tensor, offset, own, flat, source_type)
+        magnitude = tl.abs(weight) * _inverse_step(scale, bits)[:, None]
         magnitude = tl.minimum(magnitude, 1048576.0)
         # Adding and taking away 1.5·2^23 rounds to a whole number, ties to even.
         magnitude = tl.floor(magnitude) if scheme == 0 else (magnitude + 12582912.0) - 12582912.0
         if sliced:
             master = tl.minimum(magnitude, 255.0).to(tl.int32)
             magnitude = ((master + ((1 << (8 - mantissa)) >> 1)) >> (8 - mantissa)).to(tl.float32)
-        value = tl.minimum(magnitude, limit) * _power_of_two(field - 14 - mantissa)[:, None]
+        value = tl.minimum(magnitude, limit) * _step(scale, mantissa)[:, None]
         value = tl.where(weight < 0, -value, value)
-    value = tl.where(empty[:, None], 0.0, value)
+    value = tl.where((scale == 0)[:, None], 0.0, value)
     tl.store(_pointer(results, tensor, flat, result_type) + offset, value.to(result_type), mask=own)
 
 
@@ -219,14 +243,13 @@ def _share_kernel(
     all_columns,
     all_groups,
     first_groups,
-    fields,
+    scales,
     block_tensor,
     block_start,
     narrow_share,
     wide_share,
     narrow: tl.constexpr,
     wide: tl.constexpr,
-    polarity: tl.constexpr,
     flat: tl.constexpr,
     group_size: tl.constexpr,
     groups_per_block: tl.constexpr,
@@ -235,15 +258,10 @@ def _share_kernel(
     tensor, group, there, offset, own = _places(
         block_tensor, block_start, all_columns, all_groups, flat, group_size, groups_per_block
     )
-    kept = tl.load(fields + tl.load(first_groups + tensor) + group, mask=there, other=1).to(tl.int32)
-    field = kept & 31
-    negated = (kept & 32) != 0
-    low = 16.0 if polarity else 32.0
-    narrow_tier = _loaded(narrow_tiers, tensor, offset, own, negated, polarity, flat, source_type)
-    wide_tier = _loaded(wide_tiers, tensor, offset, own, negated, polarity, flat, source_type)
-    code = _nested_code(wide_tier, field, low)
-    bound = _within(code, _nested_code(narrow_tier, field, low), 8 - narrow)
-    held = ((code >> (8 - wide)) != (bound >> (8 - wide))) & ((kept & 64) == 0)[:, None]
+    scale = tl.load(scales + tl.load(first_groups + tensor) + group, mask=there, other=0).to(tl.int32)
+    code = _code(wide_tiers, tensor, offset, own, scale, flat, source_type)
+    bound = _within(code, _code(narrow_tiers, tensor, offset, own, scale, flat, source_type), 8 - narrow)
+    held = ((code >> (8 - wide)) != (bound >> (8 - wide))) & (scale != 0)[:, None]
 
     place = _pointer(weight_gradients, tensor, flat, source_type) + offset
     given = tl.load(place, mask=own, other=0.0).to(tl.float32)
@@ -270,8 +288,8 @@ class Batch:
     """Tensors are one whole group after the other, and begin at multiples of :data:`ALIGNMENT` bytes."""
 
     @property
-    def fields(self) -> Tensor:
-        """What the last run found, a byte to a group: exponent, polarity, whether all weights are zero."""
+    def scales(self) -> Tensor:
+        """The scales of the last run, those of all sources after one another."""
         return self.tables[7]
 
 
@@ -320,7 +338,7 @@ def prepare(
         table(columns, torch.int32),
         table(groups, torch.int32),
         table([0, *itertools.accumulate(groups)], torch.int64),
-        torch.zeros(sum(groups) if tiers else 0, dtype=torch.uint8, device=device),
+        torch.zeros(sum(groups), dtype=torch.uint8, device=device),
         tensor_of.to(device, torch.int32),
         start_of.to(device, torch.int32),
     )
@@ -333,11 +351,10 @@ def prepare(
 def run(batch: Batch, precision: Precision, format: Format, *, sliced: bool = False, again: bool = False) -> None:
     """Write the values of the batch's sources at a width into its results, in one launch.
 
-    `sliced` takes ``nearest`` from its E5M8 codes, as a packed model does, instead of from the sources. `again`, with
-    tiers, takes the exponents and polarities of the last run: the sources are what they were then.
+    `sliced` takes ``nearest`` from its E5M8 codes, as a packed model does, instead of from the sources. `again` takes
+    the batch's scales as they are: the sources are what they were when these were found.
     """
     mantissa = precision.mantissa
-    by_error = 0 if format.exponent_by_error is None else format.exponent_by_error.mantissa
     widths = [width.mantissa for width, _ in batch.tiers] + [0] * (MOST_TIERS - len(batch.tiers))
     _quantize_kernel[(batch.blocks,)](
         *batch.tables,
@@ -347,9 +364,9 @@ def run(batch: Batch, precision: Precision, format: Format, *, sliced: bool = Fa
         wide=widths[1],
         scheme=SCHEMES.index(format.scheme),
         sliced=sliced and format.scheme == "nearest",
-        polarity=format.polarity,
-        by_error=by_error,
-        known=again and bool(batch.tiers),
+        candidates=CANDIDATES,
+        error_mantissa=ERROR_WIDTH.mantissa,
+        known=again,
         flat=batch.flat,
         group_size=batch.group_size,
         groups_per_block=BLOCK_WEIGHTS // batch.group_size,
@@ -361,7 +378,6 @@ def run(batch: Batch, precision: Precision, format: Format, *, sliced: bool = Fa
 
 def share(
     batch: Batch,
-    format: Format,
     gradients: Sequence[Tensor],
     tiers: Sequence[Sequence[Tensor]],
     shares: Sequence[float],
@@ -376,7 +392,7 @@ def share(
             if tensor.dtype != source.dtype or tensor.shape != source.shape or not tensor.is_contiguous():
                 raise ValueError("each gradient must be contiguous, of the shape and dtype of its source")
     places = [[tensor.data_ptr() for tensor in tensors] for tensors in (gradients, *tiers)]
-    tables = torch.tensor(places, dtype=torch.int64).to(batch.fields.device, non_blocking=True)
+    tables = torch.tensor(places, dtype=torch.int64).to(batch.scales.device, non_blocking=True)
     _share_kernel[(batch.blocks,)](
         *batch.tables[2:4],
         *tables,
@@ -384,7 +400,6 @@ def share(
         *shares,
         narrow=narrow.mantissa,
         wide=wide.mantissa,
-        polarity=format.polarity,
         flat=batch.flat and aligned([tensor for tensors in (gradients, *tiers) for tensor in tensors]),
         group_size=batch.group_size,
         groups_per_block=BLOCK_WEIGHTS // batch.group_size,
@@ -393,10 +408,15 @@ def share(
     )
 
 
-def quantize(weight: Tensor, precision: Precision, format: Format, tiers: Tiers = ()) -> Tensor:
+def quantize(
+    weight: Tensor, precision: Precision, format: Format, tiers: Tiers = (), scale: Tensor | None = None
+) -> Tensor:
     """The values a weight takes at a width, in its own dtype."""
     source = weight.contiguous()
     result = torch.empty_like(source)
     listed = [(width, [tier.contiguous()]) for width, tier in tiers]
-    run(prepare([source], [result], format.group_size, listed), precision, format)
+    batch = prepare([source], [result], format.group_size, listed)
+    if scale is not None:
+        batch.scales.copy_(scale.flatten())
+    run(batch, precision, format, again=scale is not None)
     return result

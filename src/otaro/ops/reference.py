@@ -11,14 +11,18 @@ from otaro.precision import WIDEST, Precision
 from otaro.sefp import Format, Tiers
 
 
-def pack(weight: Tensor, format: Format) -> tuple[Planes, Tensor]:
+def scales(weight: Tensor, format: Format) -> Tensor:
+    """The scale of every group of a weight, [..., groups]."""
+    return sefp.group_scales(weight, format)
+
+
+def pack(weight: Tensor, format: Format, scale: Tensor | None = None) -> tuple[Planes, Tensor]:
     """The planes of a weight up to E5M8, and how many groups had their exponent clamped from [below, above]."""
     sefp.check_weight(weight)
-    field, exponent = sefp.group_exponents(weight, format.group_size)
-    below = ((exponent < sefp.EXPONENT_MIN) & (field > 0)).sum()
-    above = ((exponent > sefp.EXPONENT_MAX) & (field > 0)).sum()
-    codes = sefp.encode_unchecked(weight, WIDEST, format)
-    return packing.pack(codes), torch.stack((below, above))
+    codes = sefp.encode_unchecked(weight, WIDEST, format, scale=scale)
+    exponent = sefp.group_exponents(weight, format.group_size)
+    clamped = ((exponent < sefp.EXPONENT_MIN) & (codes.scale > 0), exponent > sefp.EXPONENT_MAX)
+    return packing.pack(codes), torch.stack([groups.sum() for groups in clamped])
 
 
 def dequantize(planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype) -> Tensor:
@@ -26,9 +30,11 @@ def dequantize(planes: Planes, columns: int, precision: Precision, format: Forma
     return sefp.decode(packing.unpack(planes, columns, precision, format), dtype)
 
 
-def quantize(weight: Tensor, precision: Precision, format: Format, tiers: Tiers = ()) -> Tensor:
+def quantize(
+    weight: Tensor, precision: Precision, format: Format, tiers: Tiers = (), scale: Tensor | None = None
+) -> Tensor:
     """The values a weight takes at a width, in its own dtype."""
-    return sefp.decode(sefp.encode_unchecked(weight, precision, format, tiers), weight.dtype)
+    return sefp.decode(sefp.encode_unchecked(weight, precision, format, tiers, scale), weight.dtype)
 
 
 def linear(

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from otaro.errors import SourceError, foreign_code
 from otaro.model_config import modules_bounded
 from otaro.quiet import quiet
+from otaro.sefp import Format
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, spec: TensorSpec) -> Tensor:
         """The weight, on the CPU, in `spec.dtype`."""
+
+    def scale(self, spec: TensorSpec, weight: Tensor, shape: tuple[int, ...], format: Format) -> Tensor | None:
+        """The scales that come with a weight, just read and packed in that shape and format; None: they are found."""
+        return None
 
     @abstractmethod
     def save_extras(self, folder: Path) -> None:

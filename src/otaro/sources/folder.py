@@ -16,6 +16,7 @@ from otaro.json_file import LARGEST, LARGEST_INDEX, read_json
 from otaro.model_config import load_config
 from otaro.quiet import quiet
 from otaro.safetensors_file import SafetensorsFile, TensorInfo
+from otaro.sefp import Format
 from otaro.sources.base import (
     Source,
     TensorSpec,
@@ -24,6 +25,7 @@ from otaro.sources.base import (
     shape_mismatch,
 )
 from otaro.sources.conversion import Origin, find_origins
+from otaro.sources.scales import GivenScales
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -68,9 +70,11 @@ class FolderSource(Source):
         self.label = label
         self._folder = folder
         self._files: list[SafetensorsFile] = []
+        self._scales: GivenScales | None = None
         try:
             content = _read_config(folder, label)
             self._open_files()
+            self._scales = GivenScales(folder)
             self._origins: dict[str, Origin] = {}
             self._build(content)
         except FormatError as error:
@@ -83,6 +87,9 @@ class FolderSource(Source):
     def read(self, spec: TensorSpec) -> Tensor:
         return self._read_origin(self._origins[spec.name]).to(spec.dtype)
 
+    def scale(self, spec: TensorSpec, weight: Tensor, shape: tuple[int, ...], format: Format) -> Tensor | None:
+        return None if self._scales is None else self._scales.find(spec.name, weight, shape, format)
+
     def save_extras(self, folder: Path) -> None:
         for pattern in EXTRAS:
             for path in sorted(self._folder.glob(pattern)):
@@ -94,6 +101,8 @@ class FolderSource(Source):
     def close(self) -> None:
         for file in self._files:
             file.close()
+        if self._scales is not None:
+            self._scales.close()
 
     def _open_files(self) -> None:
         names = self._weight_files()

@@ -71,13 +71,7 @@ def tune(
         str | None, typer.Option(help="How weights are rounded, as in otaro pack; the recipe's if left out.")
     ] = None,
     group_size: Annotated[
-        int | None, typer.Option(help="Weights that share an exponent, as in otaro pack; the recipe's if left out.")
-    ] = None,
-    polarity: Annotated[
-        bool | None, typer.Option("--polarity/--no-polarity", help="One more bit per group, as in otaro pack.")
-    ] = None,
-    exponent_by_error: Annotated[
-        str | None, typer.Option(metavar="PRECISION", help="Least-error exponents at a width, as in otaro pack.")
+        int | None, typer.Option(help="Weights that share a scale, as in otaro pack; the recipe's if left out.")
     ] = None,
     embedding_floor: Annotated[
         str | None, typer.Option(metavar="PRECISION", help="The floor of embeddings and head, as in otaro pack.")
@@ -197,8 +191,6 @@ def tune(
         widths=widths,
         ultra_low=ultra_low,
         distillation=distillation,
-        polarity=polarity,
-        exponent_by_error=exponent_by_error,
         bf16=bf16,
         fp16=fp16,
         gradient_checkpointing=gradient_checkpointing,
@@ -403,8 +395,4 @@ def pack_options(args: TuneArguments) -> str:
     default = Format(chosen.scheme)
     options = "" if chosen.scheme == Format().scheme else f" --scheme {chosen.scheme}"
     options += "" if chosen.group_size == default.group_size else f" --group-size {chosen.group_size}"
-    if chosen.polarity != default.polarity:
-        options += " --polarity" if chosen.polarity else " --no-polarity"
-    if chosen.exponent_by_error != default.exponent_by_error:
-        options += f" --exponent-by-error {chosen.exponent_by_error or 'none'}"
     return options + ("" if args.floor == EMBEDDING_FLOOR else f" --embedding-floor {args.floor}")

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from otaro.convert import EMBEDDING_FLOOR
 from otaro.errors import OtaroError
 from otaro.precision import Precision, parse_precisions
-from otaro.sefp import BY_SCHEME, Format
+from otaro.sefp import Format
 from otaro.tune.delay import APPLY
 from otaro.tune.path import Path, make_path
 
@@ -53,12 +53,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         default=0.0, metadata={"help": "The share of the run, at its end, over which weights are averaged."}
     )
     scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
-    group_size: int = field(default=64, metadata={"help": "Weights that share an exponent."})
-    polarity: bool | None = field(default=None, metadata={"help": "One more bit per group; on for nested."})
-    exponent_by_error: str | None = field(
-        default=None,
-        metadata={"help": "Exponents with the least error at this width, or 'none'; E5M5 for nested."},
-    )
+    group_size: int = field(default=64, metadata={"help": "Weights that share a scale."})
     embedding_floor: str = field(
         default=str(EMBEDDING_FLOOR), metadata={"help": "Embeddings and output head never go below this width."}
     )
@@ -107,9 +102,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
 
     @property
     def format(self) -> Format:
-        polarity = BY_SCHEME if self.polarity is None else self.polarity
-        by_error = BY_SCHEME if self.exponent_by_error is None else self.exponent_by_error
-        return Format(self.scheme, self.group_size, polarity, by_error)  # type: ignore[arg-type]
+        return Format(self.scheme, self.group_size)  # type: ignore[arg-type]
 
     @property
     def floor(self) -> Precision:
@@ -144,8 +137,6 @@ RESUMED = (
     "average",
     "scheme",
     "group_size",
-    "polarity",
-    "exponent_by_error",
     "embedding_floor",
     "optim",
     "learning_rate",

@@ -6,7 +6,7 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from transformers.initialization import no_init_weights
 from otaro import convert
 from otaro.checkpoint.writer import new_folder
 from otaro.errors import OtaroError
+from otaro.nn import FakeSefp
 from otaro.precision import Precision
 from otaro.quiet import quiet
 from otaro.sefp import Format
 from otaro.sources import Source
+from otaro.sources.scales import save_scales
 
 
 def load_model(source: Source, progress: Callable[[str, int, int], None] | None = None) -> Any:
@@ -73,6 +75,15 @@ def merge_adapters(model: Any) -> Any:
         return model.merge_and_unload()
 
 
+def save_settled(model: nn.Module, source: Source, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write the scales that tiers were settled with, if there were any."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FakeSefp) and layer.settled}
+    found = {f"{path}.{name}": scale for path, layer in layers.items() for name, scale in layer.scales.items()}
+    scales = {spec.name: found[spec.name] for spec in source.tensors if spec.name in found}  # a tied one once
+    if scales:
+        save_scales(folder, scales, weights, next(iter(layers.values())).format)
+
+
 def save_model(
     model: Any, source: Source, out: Path, extras: list[Path], state: dict[str, torch.Tensor] | None = None
 ) -> None:
@@ -84,6 +95,7 @@ def save_model(
     with new_folder(out, size) as partial:
         with quiet():
             model.save_pretrained(partial, state_dict=state)
+        save_settled(model, source, partial, state or model.state_dict())
         config = dict(sorted({**source.config, "dtype": "float32"}.items()))
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for path in partial.glob("*.safetensors"):

@@ -25,13 +25,13 @@ class Refresher:
     """Fills the `values` of a model's simulated linear layers and embeddings; call it when width or weights changed.
 
     On a CPU, at full precision and for sharded weights it leaves the layers to quantise for themselves, when they are
-    used. `dtype` is what the model computes in.
+    used, and finds only their scales once for all widths. `dtype` is what the model computes in.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
-        simulated = [module for module in model.modules() if isinstance(module, FakeSefp)]
-        self._layers: list[Layer] = [layer for layer in simulated if isinstance(layer, Layer)]
-        self._others = len(simulated) > len(self._layers)
+        self._simulated = [module for module in model.modules() if isinstance(module, FakeSefp)]
+        self._layers: list[Layer] = [layer for layer in self._simulated if isinstance(layer, Layer)]
+        self._others = len(self._simulated) > len(self._layers)
         self._dtype = dtype
         self._results: dict[int, Tensor] = {}
         self._batches: dict[tuple[object, ...], Any] = {}
@@ -47,10 +47,11 @@ class Refresher:
         return other
 
     def __call__(self, *, again: bool = False) -> None:
-        """`again` says that only the width has changed since the last call: exponents stay as they were found."""
-        self.clear()
+        """`again` says that only the width has changed since the last call: scales stay as they were found."""
+        self._drop_values()
         if not again:
             self._known.clear()
+            self._find_scales()
         for width, shared in self._groups([layer.width for layer in self._layers]):
             self._fill(width, shared)
             for layer in (layer for layers in shared for layer in layers):
@@ -60,9 +61,32 @@ class Refresher:
                 layer.__dict__["trained"] = ops.deciding(layer.weight, width, tiers) if tiers else None
 
     def clear(self) -> None:
-        """Let the layers quantise for themselves again."""
+        """Let the layers quantise for themselves again, with scales that they find themselves."""
+        self._drop_values()
+        for layer in self._simulated:
+            if not layer.settled:
+                layer.scales = {}
+
+    def _drop_values(self) -> None:
         for layer in self._layers:
             layer.values = layer.trained = None
+
+    @torch.no_grad()
+    def _find_scales(self) -> None:
+        """Those of the layers that quantise for themselves."""
+        found: dict[int, Tensor] = {}
+        for layer in self._simulated:
+            filled = isinstance(layer, Layer) and self._fills(layer)
+            if filled or layer.settled:
+                continue
+            layer.scales = {}
+            for name, turned in layer.transposed.items() if layer.width is not None else ():
+                weight: Any = layer._parameters[name]
+                if type(weight) is nn.Parameter:
+                    if id(weight) not in found:
+                        rows = weight.transpose(-1, -2) if turned else weight
+                        found[id(weight)] = ops.scales(rows, layer.format)
+                    layer.scales[name] = found[id(weight)]
 
     def share(self, shares: Mapping[Precision, float]) -> bool:
         """Do the work of `otaro.tune.tiers.share_gradients` in one launch; False where that is not possible.
@@ -88,7 +112,6 @@ class Refresher:
             if len(widths) == gpu.MOST_TIERS:
                 gpu.share(
                     self._batches[self._key(first)],
-                    first[0].format,
                     gradients,
                     tiers,
                     [shares.get(width, 0.0) for width in widths],
@@ -135,5 +158,8 @@ class Refresher:
                 for index, tier in enumerate(self._tier_widths(first[0]))
             ]
             self._batches[key] = gpu.prepare(weights, results, first[0].format.group_size, tiers)
+        if key not in self._known and first[0].settled:
+            self._batches[key].scales.copy_(torch.cat([layer.scales["weight"].flatten() for layer in first]))
+            self._known.add(key)
         gpu.run(self._batches[key], width, first[0].format, sliced=True, again=key in self._known)
         self._known.add(key)

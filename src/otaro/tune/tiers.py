@@ -19,8 +19,7 @@ share of their gradient: the more, the more its own has in common with it before
 And where the narrower tier's cell holds a weight back, the wider tier's gradient goes to the narrower one too: the cell
 is what stands in its way.
 
-Exponents come from the widest tier. Settled weights could have another exponent where the largest weight of a group was
-moved, so settling repeats with the settled weights' exponents until they stay.
+Scales come from the widest tier. Settled weights might be given others, so theirs are kept beside them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from otaro.tune.average import RESTS
 from otaro.tune.data import IGNORED
 from otaro.tune.refresh import Refresher
 
-ROUNDS = 8
 TIER_NAMES = tuple(f"_{width}" for width in Precision)
 """How the names of tiers end."""
 
@@ -77,7 +75,7 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision =
             raise OtaroError(f"tiers need the scheme 'nested', whose widths are prefixes, not {module.format.scheme!r}")
         found = {}
         for name, weight in list(module.named_parameters(recurse=False)):
-            if name == "bias" or (name not in getattr(module, "fused", {"weight": False})):
+            if name not in module.transposed:
                 continue
             if id(weight) not in shared:
                 deciding = sorted({max(width, module.floor) for width in widths if module.floor < widest})
@@ -248,50 +246,53 @@ def share_gradients(model: nn.Module, shares: Mapping[Precision, float], refresh
         return
     seen: set[int] = set()
     for module in layers:
-        fused: dict[str, bool] = getattr(module, "fused", {})
         for name, tiers in module.tiers.items():
             weight = module._parameters[name]
             if id(weight) in seen or weight.grad is None:
                 continue
             seen.add(id(weight))
-            turned = fused.get(name, False)
+            turned = module.transposed[name]
             own, given = own_rows(weight.detach(), turned), own_rows(weight.grad, turned)
             listed = [(width, own_rows(tier.detach(), turned)) for width, tier in tiers]
             gradients: Any = [own_rows(tier.grad, turned) for _, tier in tiers]  # type: ignore[arg-type]
+            scale = ops.scales(own, module.format)
             for number, ((width, _), gradient) in enumerate(zip(listed, gradients, strict=True)):
                 if number:
                     quantize = partial(ops.quantize_backend(own.device).quantize, own, width, module.format)
-                    held = quantize(listed[number : number + 1]) != quantize(listed[: number + 1])
+                    held = quantize(listed[number : number + 1], scale) != quantize(listed[: number + 1], scale)
                     gradients[number - 1].add_(gradient * held)
                 gradient.add_(given, alpha=shares.get(width, 0.0))
 
 
 @torch.no_grad()
 def settle_model(model: nn.Module) -> int:
-    """Make ordinary weights of a model's tiers, in place; returns how many groups did not keep a tier's bits.
+    """Make ordinary weights of a model's tiers, in place, with their scales beside them in the layers' `scales`;
+    returns how many groups did not keep a tier's bits, which is none.
 
     Of sharded weights a process settles its own rows and counts their groups. Their tiers stay where they are, since
     what shards them would put them back: :func:`without_tiers` leaves them out of what is saved.
     """
     lost = 0
-    settled: set[int] = set()
+    scales: dict[int, Tensor] = {}
     layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     for layer in layers:
-        fused: dict[str, bool] = getattr(layer, "fused", {})
+        found = {}
         for name, tiers in layer.tiers.items():
             weight: Any = layer._parameters[name]
-            if id(weight) in settled:
-                continue
-            settled.add(id(weight))
-            turned = fused.get(name, False)
-            given, *theirs = (own_rows(tensor, turned) for tensor in (weight, *(tier for _, tier in tiers)))
-            listed = [(width, tier) for (width, _), tier in zip(tiers, theirs, strict=True)]
-            result, moved = settle(given.contiguous(), layer.format, listed)
-            given.copy_(result)
-            lost += moved
+            if id(weight) not in scales:
+                turned = layer.transposed[name]
+                own, *theirs = (own_rows(tensor, turned) for tensor in (weight, *(tier for _, tier in tiers)))
+                listed = [(width, tier) for (width, _), tier in zip(tiers, theirs, strict=True)]
+                result, scale, moved = settle(own.contiguous(), layer.format, listed)
+                own.copy_(result)
+                scales[id(weight)] = all_rows(scale, weight)
+                lost += moved
+            found[name] = scales[id(weight)]
+        if found:
+            layer.__dict__.update(scales=found, settled=True)
     for layer in layers:
         for places in layer.tier_places.values():
             for _, owner, tier in places:
@@ -307,41 +308,31 @@ def own_rows(weight: Tensor, turned: bool) -> Tensor:
     return own.transpose(-1, -2) if turned else own
 
 
+def all_rows(own: Tensor, weight: Tensor) -> Tensor:
+    """What all processes together have for the rows of a weight, each for those that it holds."""
+    if not isinstance(weight, DTensor):
+        return own
+    shape = torch.Size((weight.shape[0], *own.shape[1:]))
+    stride = own.contiguous().stride()
+    whole = DTensor.from_local(
+        own.contiguous(), weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
+    )
+    return whole.full_tensor()
+
+
 def without_tiers(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A model's state less the tiers in it."""
     return {name: value for name, value in state.items() if not name.endswith(TIER_NAMES)}
 
 
-def settle(weight: Tensor, format: Format, tiers: Tiers) -> tuple[Tensor, int]:
-    """Weights with the codes of the tiers at every width, and the number of groups where none were found."""
-    backend, codec = ops.codec(weight.device)
-    columns = weight.shape[-1]
-    weights, result = weight.reshape(-1, columns), weight.clone().view(-1, columns)
-    theirs = [(width, tier.reshape(-1, columns)) for width, tier in tiers]
-    rows = torch.arange(len(weights), device=weight.device)  # those still to be settled, soon a few
-    moved = rows
-    for _ in range(ROUNDS):
-        own = weights[rows]
-        # What a group's exponent is must follow from the result, since that is all the packer will see.
-        held, found = [(width, tier[rows]) for width, tier in theirs], result[rows]
-        wanted, alone = (backend.quantize(found, WIDEST, format, [*given, (WIDEST, own)]) for given in (held, ()))
-        before = codec.encode(found, WIDEST, format)
-        # A weight beyond the range has the outermost code without lying in its cell.
-        near = sefp.in_groups((own - wanted).abs(), format.group_size) <= sefp.step(before.exponent, WIDEST)[..., None]
-        near = near.flatten(-2)[..., :columns]
-        settled = torch.where(near & (wanted == alone), own, wanted)
-        result[rows] = settled
-        moved = in_any_group(backend.quantize(settled, WIDEST, format) != wanted, format)
-        after = codec.encode(settled, WIDEST, format)
-        moved |= after.exponent != before.exponent
-        if format.polarity:
-            moved |= after.polarity != before.polarity
-        rows = rows[moved.any(-1)]
-        if not len(rows):
-            break
-    return result.view_as(weight), int(moved.sum()) if len(rows) else 0
-
-
-def in_any_group(marked: Tensor, format: Format) -> Tensor:
-    """Whether a weight of each group is marked."""
-    return sefp.in_groups(marked, format.group_size).any(-1)
+def settle(weight: Tensor, format: Format, tiers: Tiers) -> tuple[Tensor, Tensor, int]:
+    """Weights with the codes of the tiers at every width, their scales, and the number of groups that lost a bit."""
+    backend, _ = ops.codec(weight.device)
+    scale = backend.scales(weight, format)
+    wanted, alone = (backend.quantize(weight, WIDEST, format, given, scale) for given in (tiers, ()))
+    # A weight beyond the range has the outermost code without lying in its cell.
+    step = sefp.step(scale, WIDEST).abs()[..., None]
+    near = (sefp.in_groups((weight - wanted).abs(), format.group_size) <= step).flatten(-2)[..., : weight.shape[-1]]
+    settled = torch.where(near & (wanted == alone), weight, wanted)
+    lost = sefp.in_groups(backend.quantize(settled, WIDEST, format, (), scale) != wanted, format.group_size).any(-1)
+    return settled, scale, int(lost.sum())
