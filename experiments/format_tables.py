@@ -146,6 +146,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     print(f"full precision: {result['full_precision']:.4f}", flush=True)
     for row in rows():
+        if arguments.only and row.table not in arguments.only.split(";"):
+            continue
         started = time.perf_counter()
         measured = {}
         for precision in widths:
@@ -191,6 +193,7 @@ def main() -> None:
     parser.add_argument("--text", help="WikiText-2's wiki.test.tokens, or its token ids as .npy")
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8, help="windows at a time")
+    parser.add_argument("--only", help="these tables only, with ; between")
     parser.add_argument("--json", help="write the results there, after every row")
     parser.add_argument("--quick", action="store_true", help="two small windows and three widths only, for a look")
     parser.add_argument("--show", help="print the tables of an earlier run and stop")
