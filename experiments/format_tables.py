@@ -21,7 +21,7 @@ import common
 import torch
 from torch import Tensor, nn
 
-from otaro import sefp
+from otaro import ops, sefp
 from otaro.precision import WIDEST, Precision
 from otaro.sefp import Format
 
@@ -35,7 +35,7 @@ def direct(format: Format) -> Quantizer:
 
 def sliced(format: Format) -> Quantizer:
     """Each width cut from the E5M8 codes, as a packed model does it."""
-    return lambda weight, precision: sefp.decode(sefp.truncate(sefp.encode(weight, WIDEST, format), precision))
+    return lambda weight, precision: ops.fake_quantize(weight, precision, format)
 
 
 def half_step(weight: Tensor, precision: Precision) -> Tensor:
@@ -57,7 +57,16 @@ def fitted(magnitudes: Sequence[float], width: Precision | None, *, signed: bool
         cut = torch.floor(code / 2 ** (WIDEST.mantissa - precision.mantissa))
         return (cut + sefp.nested_bias(precision)) * scale * 2.0 ** (1 - precision.mantissa)
 
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+
     def quantize(weight: Tensor, precision: Precision) -> Tensor:
+        if id(weight) not in found:  # the same weights come again at every width
+            found[id(weight)] = scales(weight)
+        sign, scale = found[id(weight)]
+        grouped = sefp.in_groups(weight, 64) * sign
+        return (sign * values(grouped, scale, precision)).flatten(-2)[..., : weight.shape[-1]]
+
+    def scales(weight: Tensor) -> tuple[Tensor, Tensor]:
         grouped = sefp.in_groups(weight, 64)
         exponent = sefp.group_exponents(weight, 64).clamp(sefp.EXPONENT_MIN, sefp.EXPONENT_MAX)
         sign = torch.where(signed & (grouped.amax(-1) > -grouped.amin(-1)), -1.0, 1.0)[..., None]
@@ -67,7 +76,7 @@ def fitted(magnitudes: Sequence[float], width: Precision | None, *, signed: bool
             error = (grouped - values(grouped, power * magnitude, width)).square().sum(-1, keepdim=True)
             chosen = torch.where(error < least, power * magnitude, chosen)
             least = torch.minimum(least, error)
-        return (sign * values(grouped, chosen, precision)).flatten(-2)[..., : weight.shape[-1]]
+        return sign, chosen
 
     return quantize
 
@@ -123,7 +132,7 @@ def _unique(weights: dict[str, nn.Parameter]) -> Iterator[tuple[str, nn.Paramete
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("high")  # TF32 holds every value but some of E5M8 to the bit
     model = common.load_model(arguments.model, device)
     tokens = torch.from_numpy(common.tokens_of(Path(arguments.text), arguments.model)).long().to(device)
     widths = list(Precision)
