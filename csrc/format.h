@@ -68,11 +68,12 @@ static inline float step_constant(int mantissa) { return power_of_two(127 - kExp
 static inline float scale_float(uint8_t scale) { return bits_float((scale & 0x80u) << 24 | (scale & 0x7fu) << 21); }
 static inline float step(uint8_t scale, int mantissa) { return scale_float(scale) * step_constant(mantissa); }
 
-// Its inverse, as the format defines it: the float32 nearest to that of the mantissa, times a power of two.
+// Its inverse, as the format defines it: the float32 nearest to that of the mantissa, times a power of two. The sign is set
+// without a branch, which could not be foreseen.
+constexpr float kInverse[] = {4.0f / 4, 4.0f / 5, 4.0f / 6, 4.0f / 7};
 static inline float inverse_step(int scale, int mantissa) {
-    constexpr float kInverse[] = {4.0f / 4, 4.0f / 5, 4.0f / 6, 4.0f / 7};
     const float inverse = kInverse[scale & 3] * power_of_two(mantissa - 1 + kExponentOffset - (scale >> 2 & 31));
-    return scale & kScaleSign ? -inverse : inverse;
+    return bits_float(float_bits(inverse) | (static_cast<uint32_t>(scale) & kScaleSign) << 24);
 }
 
 static inline float nested_bias(int mantissa) { return 0.5f - 8.5f * static_cast<float>(1 << (mantissa - 3)); }

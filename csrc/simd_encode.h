@@ -1,6 +1,8 @@
 // Weights to codes: as int16, as planes, or decoded at once (fake quantisation).
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 #include "simd_decode.h"
 
@@ -137,57 +139,50 @@ static_assert(kNestedOffset % (1 << (kWidest - kErrorWidth)) == 0, "see above");
 constexpr int kErrorLow = (kNestedMin - kNestedOffset) >> (kWidest - kErrorWidth);
 constexpr int kErrorHigh = (kNestedMax - kNestedOffset) >> (kWidest - kErrorWidth);
 
-// Of a group's candidates, `first` and the bytes below it, the one with the least squared error. All numbers fit 16 bits and
-// their squares' sum 32. `kExtreme` is for large scales, where weights may lie outside the range of the format, and
-// products underflow: a weight below zero still belongs to the cell below zero. Not inlined: its registers would burden
-// the paths that need none of this.
+// How far below `first`, the byte of 2^E, the scale with the least squared error lies. A weight is first brought to units of
+// 2^(E-10), which is exact but for products that underflow; the rest is the same for all groups. All numbers fit 16 bits and
+// the sum of their squares 32. `kExtreme` is for large scales: there weights may lie outside the format's range, and a
+// weight below zero belongs to the cell below zero even if the product underflows. Not inlined: its registers would
+// burden the paths that need none of this.
 template <class V, class T, bool kExtreme>
 __attribute__((noinline)) int least_error(const T* weight, int size, int weights, int first) {
     using F = typename V::F;
     using S = typename V::S;
-    const int plain = first & ~kScaleSign;
-    const F sign = V::set1(first & kScaleSign ? -1.0f : 1.0f), unit = V::set1(inverse_step(plain, kErrorUnit));
+    constexpr int kLimit = 1 << kErrorUnit, kFirst = kExponentOffset << 2;
+    const F unit = V::set1(inverse_step(first, kErrorUnit));
     const S low = V::set1s(kErrorLow), high = V::set1s(kErrorHigh), one = V::set1s(1);
-    F inverse[kCandidates];
-    S half[kCandidates], whole[kCandidates];
     typename V::I sum[kCandidates];
-    for (int c = 0; c < kCandidates; ++c) {
-        inverse[c] = V::set1(inverse_step(plain - c, kErrorWidth));
-        half[c] = V::set1s(error_step(plain - c, plain));
-        whole[c] = V::set1s(2 * error_step(plain - c, plain));
-        sum[c] = V::set1i(0);
-    }
+    for (int c = 0; c < kCandidates; ++c) sum[c] = V::set1i(0);
     for (int i = 0; i < size; i += 2 * V::kLanes) {
-        F x[2] = {V::mul(V::load(weight + i), sign), V::mul(V::load(weight + i + V::kLanes), sign)};
-        for (int h = 0; kExtreme && h < 2; ++h) {
-            x[h] = V::min(V::max(x[h], V::set1(-power_of_two(17))), V::set1(power_of_two(17)));
+        F x[2];
+        for (int h = 0; h < 2; ++h) {
+            x[h] = V::mul(V::load(weight + i + h * V::kLanes), unit);
+            if (kExtreme) x[h] = V::min(V::max(x[h], V::set1(-kLimit)), V::set1(kLimit - 1));
         }
-        const auto cells = [&](F factor) {
-            return V::narrow(V::floor_int(V::mul(x[0], factor)), V::floor_int(V::mul(x[1], factor)));
-        };
-        S target = cells(unit);
-        if (kExtreme) {
-            target = V::mins(V::maxs(target, V::set1s(-(1 << kErrorUnit))), V::set1s((1 << kErrorUnit) - 1));
-            for (F& lanes : x) {
-                lanes = V::select(V::less_than_zero(lanes), V::min(lanes, V::set1(-power_of_two(-60))), lanes);
-            }
-        }
+        S target = V::narrow(V::floor_int(x[0]), V::floor_int(x[1]));
         target = V::adds(V::adds(target, target), one);
+        for (int h = 0; kExtreme && h < 2; ++h) {
+            const F given = V::mul(V::load(weight + i + h * V::kLanes), V::set1(first & kScaleSign ? -1.0f : 1.0f));
+            x[h] = V::select(V::less_than_zero(given), V::min(x[h], V::set1(-power_of_two(-60))), x[h]);
+        }
         for (int c = 0; c < kCandidates; ++c) {
-            const S cell = V::mins(V::maxs(cells(inverse[c]), low), high);
-            sum[c] = V::add_squares(sum[c], V::subs(V::subs(target, half[c]), V::muls(cell, whole[c])));
+            const F factor = V::set1(inverse_step(kFirst - c, kErrorWidth) * power_of_two(1 - kErrorUnit));
+            const int half = error_step(kFirst - c, kFirst);
+            const S cell = V::narrow(V::floor_int(V::mul(x[0], factor)), V::floor_int(V::mul(x[1], factor)));
+            const S value = V::muls(V::mins(V::maxs(cell, low), high), V::set1s(2 * half));
+            sum[c] = V::add_squares(sum[c], V::subs(V::subs(target, V::set1s(half)), value));
         }
     }
-    int best = 0, least = 0;
+    // The error with its candidate's number below it: the least of these is the first of the least, without a branch.
+    constexpr int kNumber = 8;
+    int64_t least = INT64_MAX;
     for (int c = 0; c < kCandidates; ++c) {
         // The zeros that fill a short group do not count: the middle of their unit is 1, their value half a step.
-        const int zero = error_step(plain - c, plain) - 1, error = V::sum(sum[c]) - (size - weights) * zero * zero;
-        if (c == 0 || error < least) {
-            best = c;
-            least = error;
-        }
+        const int zero = error_step(kFirst - c, kFirst) - 1;
+        const int64_t error = V::sum(sum[c]) - (size - weights) * zero * zero;
+        least = std::min(least, error * kNumber + c);
     }
-    return first - best;
+    return static_cast<int>(least & (kNumber - 1));
 }
 
 struct Extent {
@@ -216,8 +211,8 @@ template <class V, class T> inline int find_scale(const T* weight, int size, int
     if (scale == kScaleMin) return first;
     // Where the least of the factors is 1 no product underflows.
     constexpr int kPlain = (kExponentOffset + kErrorWidth - 1) << 2;
-    return scale > kPlain ? least_error<V, T, true>(weight, size, weights, first)
-                          : least_error<V, T, false>(weight, size, weights, first);
+    return first - (scale > kPlain ? least_error<V, T, true>(weight, size, weights, first)
+                                   : least_error<V, T, false>(weight, size, weights, first));
 }
 
 template <class T> int64_t first_not_finite(const T* weight) {

@@ -29,8 +29,7 @@ PROMPT = [5, 80, 3, 44, 17, 9, 60] * 6
 def rounded(values: torch.Tensor, precision: Precision) -> torch.Tensor:
     """The same by the definition of the format, groups along the last dimension."""
     flat = values.reshape(-1, values.shape[-1])
-    format = Format(group_size=GROUP, exponent_by_error=precision)
-    return sefp.decode(sefp.encode(flat, precision, format)).reshape(values.shape)
+    return sefp.decode(sefp.encode(flat, precision, Format(group_size=GROUP))).reshape(values.shape)
 
 
 @pytest.mark.parametrize("precision", list(Precision), ids=str)
