@@ -173,13 +173,86 @@ double relative_error(const std::vector<float>& found, const std::vector<float>&
     return std::sqrt(difference / norm);
 }
 
+// Weights of a dtype in rows of all magnitudes, a few far smaller than the others.
+std::vector<uint8_t> some_weights(int64_t rows, int64_t columns, int dtype, Random& random) {
+    const int bytes = dtype == OTARO_FLOAT32 ? 4 : 2, fraction = dtype == OTARO_FLOAT32   ? 23
+                                                                 : dtype == OTARO_FLOAT16 ? 10
+                                                                                          : 7;
+    const int middle = dtype == OTARO_FLOAT16 ? 15 : 127;
+    std::vector<uint8_t> result;
+    for (int64_t i = 0; i < rows * columns; ++i) {
+        const int row = static_cast<int>(i / columns % 40), smaller = static_cast<int>(random.engine() % 4);
+        const int exponent = random.engine() % 64 == 0 ? 0 : middle + row - 20 - smaller;
+        const int most = 2 * middle, field = exponent < 0 ? 0 : exponent > most ? most : exponent;
+        const uint32_t sign = random.engine() % 2 << (8 * bytes - 1), rest = random.engine() & ((1u << fraction) - 1);
+        const uint32_t bits = sign | static_cast<uint32_t>(field) << fraction | rest;
+        for (int byte = 0; byte < bytes; ++byte) result.push_back(static_cast<uint8_t>(bits >> (8 * byte)));
+    }
+    return result;
+}
+
+// All that the codec makes of weights on an instruction set.
+std::vector<uint8_t> coded(const std::vector<uint8_t>& weight, int64_t rows, int64_t columns, otaro_format format,
+                           int dtype, int isa) {
+    const int64_t groups = rows * ((columns + format.group_size - 1) / format.group_size);
+    const int64_t padded = groups * format.group_size, bytes = static_cast<int64_t>(weight.size());
+    std::vector<uint8_t> all(static_cast<size_t>(groups + padded / 2 + OTARO_BIT_PLANES * padded / 8));
+    otaro_planes planes{};
+    planes.scale = all.data();
+    planes.scale_bytes = groups;
+    planes.base = planes.scale + groups;
+    planes.base_bytes = padded / 2;
+    planes.bits_count = OTARO_BIT_PLANES;
+    for (int p = 0; p < OTARO_BIT_PLANES; ++p) {
+        planes.bits[p] = planes.base + padded / 2 + p * padded / 8;
+        planes.bits_bytes[p] = padded / 8;
+    }
+    int64_t clamped[2], bad;
+    require(otaro_pack(&format, rows, columns, weight.data(), bytes, dtype, nullptr, 0, &planes, clamped, &bad, 1,
+                       isa) == OTARO_OK,
+            "pack");
+    std::vector<uint8_t> values;
+    for (int width = 3; width <= 8; ++width) {
+        std::vector<uint8_t> value(weight.size());
+        require(otaro_quantize(&format, rows, columns, weight.data(), bytes, dtype, width, nullptr, nullptr, 0,
+                               value.data(), bytes, 1, isa) == OTARO_OK,
+                "quantize");
+        values.insert(values.end(), value.begin(), value.end());
+        require(otaro_dequantize(&format, rows, columns, &planes, width, value.data(), bytes, dtype, 1, isa) ==
+                    OTARO_OK,
+                "dequantize");
+        values.insert(values.end(), value.begin(), value.end());
+    }
+    all.insert(all.end(), values.begin(), values.end());
+    return all;
+}
+
+// The number of weights that are the same on an instruction set and in the reference.
+int64_t compare_codec(int isa, Random& random) {
+    constexpr int64_t kRows = 40, kColumns = 515;
+    int64_t count = 0;
+    for (const int group : {32, 64, 128, 256}) {
+        for (const int scheme : {OTARO_TRUNCATE, OTARO_NEAREST, OTARO_NESTED}) {
+            for (const int dtype : {OTARO_FLOAT32, OTARO_FLOAT16, OTARO_BFLOAT16}) {
+                const std::vector<uint8_t> weight = some_weights(kRows, kColumns, dtype, random);
+                require(coded(weight, kRows, kColumns, {scheme, group}, dtype, isa) ==
+                            coded(weight, kRows, kColumns, {scheme, group}, dtype, OTARO_REFERENCE),
+                        "codes, scales or values differ");
+                count += kRows * kColumns;
+            }
+        }
+    }
+    return count;
+}
+
 int compare() {
-    int64_t products = 0, values = 0, texts = 0;
+    int64_t weights = 0, products = 0, values = 0, texts = 0;
     double worst = 0;
     for (int isa = OTARO_AVX2; isa <= OTARO_NEON; ++isa) {
         if (!otaro_isa_supported(isa)) continue;
         std::printf("instruction set %d against the reference\n", isa);
         Random random(1);
+        weights += compare_codec(isa, random);
         const int64_t sizes[][2] = {{1, 1}, {16, 32}, {17, 33}, {50, 200}, {33, 515}};
         for (const auto& [rows, columns] : sizes) {
             for (const int group : {32, 64, 128, 256}) {
@@ -242,8 +315,9 @@ int compare() {
             }
         }
     }
-    std::printf("%lld products (%lld values) equal to the bit; %lld texts within %.2f of the error budget\n",
-                (long long)products, (long long)values, (long long)texts, worst);
+    std::printf(
+        "%lld weights and %lld products (%lld values) equal to the bit; %lld texts within %.2f of the error budget\n",
+        (long long)weights, (long long)products, (long long)values, (long long)texts, worst);
     require(products > 0, "this build has no other instruction set than the reference");
     return 0;
 }
