@@ -96,12 +96,10 @@ int32_t otaro_scales(const otaro_format* format, int64_t rows, int64_t columns, 
                      int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
-        checks.require(valid_dtype(dtype));
-        checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
+        const ScalesJob job{checks.from(weight, weight_bytes, dtype, nullptr, 0), scale};
         checks.buffer(scale, scale_bytes, checks.all_groups());
         const Kernels* const kernels = checks.kernels(threads, isa);
         if (checks.error() != OTARO_OK) return checks.error();
-        const ScalesJob job{{checks.geometry(), *format, weight, dtype, nullptr}, scale};
         return run_groups(job, kernels->scales, checks, threads);
     });
 }
@@ -111,13 +109,12 @@ int32_t otaro_encode(const otaro_format* format, int64_t rows, int64_t columns, 
                      const otaro_codes* codes, int64_t* not_finite, int32_t threads, int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
-        checks.require(valid_dtype(dtype) && valid_mantissa(mantissa) && not_finite != nullptr);
-        checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
+        checks.require(valid_mantissa(mantissa) && not_finite != nullptr);
+        const Weights from = checks.from(weight, weight_bytes, dtype, scale, scale_bytes);
         checks.codes(codes);
-        checks.scales(scale, scale_bytes, format);
         const Kernels* const kernels = checks.kernels(threads, isa);
         if (checks.error() != OTARO_OK) return checks.error();
-        const EncodeJob job{{checks.geometry(), *format, weight, dtype, scale}, mantissa, *codes};
+        const EncodeJob job{from, mantissa, *codes};
         SharedFindings shared;
         return run_finding(job, kernels->encode, checks, threads, shared, not_finite);
     });
@@ -131,7 +128,7 @@ int32_t otaro_decode(const otaro_format* format, int64_t rows, int64_t columns, 
         checks.codes(codes);
         checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
         const Kernels* const kernels = checks.kernels(threads, isa);
-        if (checks.error() == OTARO_OK) checks.scales(codes->scale, codes->scale_bytes, format);
+        if (checks.error() == OTARO_OK) checks.scales(codes->scale, codes->scale_bytes);
         if (checks.error() != OTARO_OK) return checks.error();
         const DecodeJob job{checks.geometry(), *format, *codes, mantissa, value, dtype};
         return run_groups(job, kernels->decode, checks, threads);
@@ -160,13 +157,12 @@ int32_t otaro_pack(const otaro_format* format, int64_t rows, int64_t columns, co
                    int64_t* clamped, int64_t* not_finite, int32_t threads, int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
-        checks.require(valid_dtype(dtype) && clamped != nullptr && not_finite != nullptr);
-        checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
+        checks.require(clamped != nullptr && not_finite != nullptr);
+        const Weights from = checks.from(weight, weight_bytes, dtype, scale, scale_bytes);
         checks.planes(planes, planes != nullptr ? static_cast<int>(planes->bits_count) : 0);
-        checks.scales(scale, scale_bytes, format);
         const Kernels* const kernels = checks.kernels(threads, isa);
         if (checks.error() != OTARO_OK) return checks.error();
-        const PackJob job{{checks.geometry(), *format, weight, dtype, scale}, *planes};
+        const PackJob job{from, *planes};
         SharedFindings shared;
         const int error = run_finding(job, kernels->pack, checks, threads, shared, not_finite);
         clamped[0] = shared.below();
@@ -180,12 +176,11 @@ int32_t otaro_dequantize(const otaro_format* format, int64_t rows, int64_t colum
                          int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
-        checks.require(valid_dtype(dtype) && valid_mantissa(mantissa));
-        if (checks.error() != OTARO_OK) return checks.error();
-        checks.planes(planes, stored_mantissa(format->scheme, mantissa) - kNarrowest);
+        checks.require(valid_dtype(dtype));
+        checks.planes_of(planes, mantissa);
         checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
         const Kernels* const kernels = checks.kernels(threads, isa);
-        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes, format);
+        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes);
         if (checks.error() != OTARO_OK) return checks.error();
         const PlanesJob job{checks.geometry(), *format, *planes, mantissa, dtype};
         auto body = [&](int64_t first, int64_t last) {
@@ -203,15 +198,13 @@ int32_t otaro_quantize(const otaro_format* format, int64_t rows, int64_t columns
                        int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
-        checks.require(valid_dtype(dtype) && valid_mantissa(mantissa));
-        checks.buffer(weight, weight_bytes, checks.weights(), dtype_bytes(dtype));
-        checks.tiers(tiers, format, dtype);
+        checks.require(valid_mantissa(mantissa));
+        const Weights from = checks.from(weight, weight_bytes, dtype, scale, scale_bytes);
+        checks.tiers(tiers, dtype);
         checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
-        checks.scales(scale, scale_bytes, format);
         const Kernels* const kernels = checks.kernels(threads, isa);
         if (checks.error() != OTARO_OK) return checks.error();
-        const QuantizeJob job{
-            {checks.geometry(), *format, weight, dtype, scale}, deciding(weight, tiers, mantissa), mantissa, value};
+        const QuantizeJob job{from, deciding(weight, tiers, mantissa), mantissa, value};
         return run_groups(job, kernels->quantize, checks, threads);
     });
 }
@@ -221,9 +214,8 @@ int32_t otaro_rows(const otaro_format* format, int64_t rows, int64_t columns, co
                    int64_t value_bytes, int32_t dtype, int32_t threads, int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
-        checks.require(valid_dtype(dtype) && valid_mantissa(mantissa) && count >= 0);
-        if (checks.error() != OTARO_OK) return checks.error();
-        checks.planes(planes, stored_mantissa(format->scheme, mantissa) - kNarrowest);
+        checks.require(valid_dtype(dtype) && count >= 0);
+        checks.planes_of(planes, mantissa);
         checks.buffer(index, index_bytes, count, sizeof *index);
         int64_t values = 0;
         checks.require(!__builtin_mul_overflow(count, columns, &values));
@@ -252,9 +244,8 @@ int32_t otaro_linear(const otaro_format* format, int64_t rows, int64_t columns, 
                      int64_t bias_bytes, float* y, int64_t y_bytes, int32_t threads, int32_t isa) {
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
-        checks.require(valid_mantissa(mantissa) && batch >= 0);
-        if (checks.error() != OTARO_OK) return checks.error();
-        checks.planes(planes, stored_mantissa(format->scheme, mantissa) - kNarrowest);
+        checks.require(batch >= 0);
+        checks.planes_of(planes, mantissa);
         int64_t inputs = 0, outputs = 0;
         checks.require(!__builtin_mul_overflow(batch, columns, &inputs));
         checks.require(!__builtin_mul_overflow(batch, rows, &outputs));
@@ -262,7 +253,7 @@ int32_t otaro_linear(const otaro_format* format, int64_t rows, int64_t columns, 
         checks.buffer(y, y_bytes, outputs, sizeof *y);
         if (bias != nullptr) checks.buffer(bias, bias_bytes, rows, sizeof *bias);
         const Kernels* const kernels = checks.kernels(threads, isa);
-        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes, format);
+        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes);
         if (checks.error() != OTARO_OK) return checks.error();
         if (batch == 0) return OTARO_OK; // rows without columns take no memory: there may be any number of them
         const PlanesJob weight{checks.geometry(), *format, *planes, mantissa, OTARO_FLOAT32};

@@ -43,6 +43,7 @@ class Checks {
     Checks(const otaro_format* format, int64_t rows, int64_t columns) : error_(check_format(format)) {
         require(rows >= 0 && columns >= 0);
         if (error_ != OTARO_OK) return;
+        format_ = *format;
         const int64_t groups = columns / format->group_size + (columns % format->group_size != 0);
         geometry_ = {rows, columns, groups, format->group_size};
         // Everything computed from here on is at most 4 bytes times the padded weights.
@@ -70,10 +71,18 @@ class Checks {
         buffer(data, bytes, needed);
     }
 
-    void tiers(const otaro_tiers* tiers, const otaro_format* format, int dtype) {
+    // Weights to be encoded; `scale` may be null.
+    Weights from(const void* weight, int64_t bytes, int dtype, const uint8_t* scale, int64_t scale_bytes) {
+        require(valid_dtype(dtype));
+        buffer(weight, bytes, weights(), dtype_bytes(dtype));
+        if (scale != nullptr) scales(scale, scale_bytes);
+        return {geometry_, format_, weight, dtype, scale};
+    }
+
+    void tiers(const otaro_tiers* tiers, int dtype) {
         if (error_ != OTARO_OK || tiers == nullptr) return;
         require(tiers->count >= 0 && tiers->count <= OTARO_WIDTHS);
-        require(format->scheme == OTARO_NESTED || tiers->count == 0);
+        require(format_.scheme == OTARO_NESTED || tiers->count == 0);
         for (int i = 0; error_ == OTARO_OK && i < tiers->count; ++i) {
             require(valid_mantissa(tiers->mantissa[i]) && (i == 0 || tiers->mantissa[i] > tiers->mantissa[i - 1]));
             buffer(tiers->weight[i], tiers->weight_bytes[i], weights(), dtype_bytes(dtype));
@@ -99,11 +108,16 @@ class Checks {
         buffer(codes->scale, codes->scale_bytes, all_groups());
     }
 
-    // Scales that are about to be read, of planes or codes; null: there are none.
-    void scales(const uint8_t* scale, int64_t bytes, const otaro_format* format) {
-        if (error_ != OTARO_OK || scale == nullptr) return;
-        require(bytes >= all_groups(), OTARO_ERROR_BUFFER);
-        require(error_ != OTARO_OK || valid_scales(scale, all_groups(), format->scheme), OTARO_ERROR_SCALE);
+    // Scales that are about to be read.
+    void scales(const uint8_t* scale, int64_t bytes) {
+        buffer(scale, bytes, all_groups());
+        require(error_ != OTARO_OK || valid_scales(scale, all_groups(), format_.scheme), OTARO_ERROR_SCALE);
+    }
+
+    // Planes that are about to be read at a width, their scales apart.
+    void planes_of(const otaro_planes* planes, int mantissa) {
+        require(valid_mantissa(mantissa));
+        this->planes(planes, stored_mantissa(format_.scheme, mantissa) - kNarrowest);
     }
 
     // The kernels to run, once all is checked.
@@ -123,6 +137,7 @@ class Checks {
 
   private:
     int error_;
+    otaro_format format_{OTARO_NESTED, kBlock};
     Geometry geometry_{0, 0, 0, kBlock};
 };
 

@@ -110,7 +110,7 @@ int32_t otaro_matrix_set_base(otaro_matrix* matrix, const otaro_planes* planes, 
         const Tiles& tiles = matrix->matrix.tiles();
         Checks checks(&matrix->format, tiles.rows, tiles.columns);
         checks.planes(planes, 0);
-        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes, &matrix->format);
+        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes);
         if (checks.error() != OTARO_OK) return checks.error();
         Arena* const home = arena == nullptr ? nullptr : &arena->arena;
         matrix->matrix.set_base(planes->base, planes->scale, home, threads);

@@ -12,7 +12,7 @@ namespace {
 // u = clamp(floor(w / s_8) + 272), then cut to a width. The clamp comes before the floor: its bounds are whole numbers, so
 // the result is the same, and every float then converts to int. `kUnderflow` is for large scales, where the product can
 // underflow to zero: a weight below zero still belongs to the cell below zero.
-template <class V, bool kUnderflow, bool kCut> class NestedCoder {
+template <class V, bool kUnderflow> class NestedCoder {
   public:
     static constexpr bool kNested = true;
     using F = typename V::F;
@@ -30,8 +30,7 @@ template <class V, bool kUnderflow, bool kCut> class NestedCoder {
             const F below = V::min(scaled, V::set1(-0.5f));
             scaled = V::select(V::less_than_zero(V::mul(weight, sign_)), below, scaled);
         }
-        const I code = V::addi(V::floor_int(V::min(V::max(scaled, low_), high_)), offset_);
-        return kCut ? V::shift_right(code, cut_) : code;
+        return V::shift_right(V::addi(V::floor_int(V::min(V::max(scaled, low_), high_)), offset_), cut_);
     }
 
   private:
@@ -94,11 +93,9 @@ void encode_group(const T* weight, int size, int scheme, int scale, int mantissa
     } else if (scheme == OTARO_NEAREST) {
         encode_blocks<V>(weight, size, SignCoder<V, true>(scale, mantissa), sink);
     } else if ((scale & ~kScaleSign) > kUnderflowScale) {
-        encode_blocks<V>(weight, size, NestedCoder<V, true, true>(scale, mantissa), sink);
-    } else if (mantissa < kWidest) {
-        encode_blocks<V>(weight, size, NestedCoder<V, false, true>(scale, mantissa), sink);
+        encode_blocks<V>(weight, size, NestedCoder<V, true>(scale, mantissa), sink);
     } else {
-        encode_blocks<V>(weight, size, NestedCoder<V, false, false>(scale, mantissa), sink);
+        encode_blocks<V>(weight, size, NestedCoder<V, false>(scale, mantissa), sink);
     }
 }
 
@@ -125,9 +122,9 @@ template <class V, class T, class Sink>
 void encode_group_within(const T* const* tiers, const Deciding& deciding, int size, int scale, int mantissa,
                          const Sink& sink) {
     if ((scale & ~kScaleSign) > kUnderflowScale) {
-        encode_blocks_within<V>(tiers, deciding, size, mantissa, NestedCoder<V, true, false>(scale, kWidest), sink);
+        encode_blocks_within<V>(tiers, deciding, size, mantissa, NestedCoder<V, true>(scale, kWidest), sink);
     } else {
-        encode_blocks_within<V>(tiers, deciding, size, mantissa, NestedCoder<V, false, false>(scale, kWidest), sink);
+        encode_blocks_within<V>(tiers, deciding, size, mantissa, NestedCoder<V, false>(scale, kWidest), sink);
     }
 }
 
@@ -150,7 +147,7 @@ __attribute__((noinline)) int least_error(const T* weight, int size, int weights
     using S = typename V::S;
     constexpr int kLimit = 1 << kErrorUnit, kFirst = kExponentOffset << 2;
     const F unit = V::set1(inverse_step(first, kErrorUnit));
-    const S low = V::set1s(kErrorLow), high = V::set1s(kErrorHigh), one = V::set1s(1);
+    const S low = V::set1s(kErrorLow), high = V::set1s(kErrorHigh);
     typename V::I sum[kCandidates];
     for (int c = 0; c < kCandidates; ++c) sum[c] = V::set1i(0);
     for (int i = 0; i < size; i += 2 * V::kLanes) {
@@ -159,8 +156,7 @@ __attribute__((noinline)) int least_error(const T* weight, int size, int weights
             x[h] = V::mul(V::load(weight + i + h * V::kLanes), unit);
             if (kExtreme) x[h] = V::min(V::max(x[h], V::set1(-kLimit)), V::set1(kLimit - 1));
         }
-        S target = V::narrow(V::floor_int(x[0]), V::floor_int(x[1]));
-        target = V::adds(V::adds(target, target), one);
+        const S twice = V::muls(V::narrow(V::floor_int(x[0]), V::floor_int(x[1])), V::set1s(2));
         for (int h = 0; kExtreme && h < 2; ++h) {
             const F given = V::mul(V::load(weight + i + h * V::kLanes), V::set1(first & kScaleSign ? -1.0f : 1.0f));
             x[h] = V::select(V::less_than_zero(given), V::min(x[h], V::set1(-power_of_two(-60))), x[h]);
@@ -170,7 +166,7 @@ __attribute__((noinline)) int least_error(const T* weight, int size, int weights
             const int half = error_step(kFirst - c, kFirst);
             const S cell = V::narrow(V::floor_int(V::mul(x[0], factor)), V::floor_int(V::mul(x[1], factor)));
             const S value = V::muls(V::mins(V::maxs(cell, low), high), V::set1s(2 * half));
-            sum[c] = V::add_squares(sum[c], V::subs(V::subs(target, V::set1s(half)), value));
+            sum[c] = V::add_squares(sum[c], V::subs(V::subs(twice, V::set1s(half - 1)), value));
         }
     }
     // The error with its candidate's number below it: the least of these is the first of the least, without a branch.
@@ -190,19 +186,17 @@ struct Extent {
     bool positive;    // it is that of a positive weight and of no negative one
 };
 
-// Compares floats by their bits: as signed numbers the greatest are those of the positive floats, as unsigned ones those of
-// the negative. What is not finite is larger than all else.
+// Compares floats by their bits, which as whole numbers have the order of the positive ones; those of negative weights with
+// the sign turned. What is not finite is larger than all else.
 template <class V, class T> inline Extent measure(const T* weight, int size) {
     typename V::I positive = V::set1i(0), negative = V::set1i(0);
     for (int i = 0; i < size; i += V::kLanes) {
         const typename V::I bits = V::bits(V::load(weight + i));
         positive = V::maxi(positive, bits);
-        negative = V::maxu(negative, bits);
+        negative = V::maxi(negative, V::addi(bits, V::set1i(INT32_MIN)));
     }
-    const uint32_t high = static_cast<uint32_t>(V::largest(positive)), sign = 0x80000000u;
-    const uint32_t low = static_cast<uint32_t>(V::largest(V::addi(negative, V::set1i(INT32_MIN)))) ^ sign;
-    const uint32_t below = low & sign ? low ^ sign : 0;
-    return {high > below ? high : below, high > below};
+    const int32_t high = V::largest(positive), low = V::largest(negative);
+    return {static_cast<uint32_t>(high > low ? high : low), high > low};
 }
 
 template <class V, class T> inline int find_scale(const T* weight, int size, int weights, int scheme, Extent extent) {

@@ -67,7 +67,6 @@ struct Avx2 {
     static I ori(I a, I b) { return _mm256_or_si256(a, b); }
     static I mini(I a, I b) { return _mm256_min_epi32(a, b); }
     static I maxi(I a, I b) { return _mm256_max_epi32(a, b); }
-    static I maxu(I a, I b) { return _mm256_max_epu32(a, b); }
     static I shift_right(I a, Count n) { return _mm256_sra_epi32(a, n); }
     static I shift_left(I a, Count n) { return _mm256_sll_epi32(a, n); }
 
@@ -89,7 +88,6 @@ struct Avx2 {
     }
 
     static S narrow(I a, I b) { return _mm256_packs_epi32(a, b); }
-    static S adds(S a, S b) { return _mm256_add_epi16(a, b); }
     static S subs(S a, S b) { return _mm256_sub_epi16(a, b); }
     static S muls(S a, S b) { return _mm256_mullo_epi16(a, b); }
     static S mins(S a, S b) { return _mm256_min_epi16(a, b); }

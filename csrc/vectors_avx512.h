@@ -67,7 +67,6 @@ struct Avx512 {
     static I ori(I a, I b) { return _mm512_or_si512(a, b); }
     static I mini(I a, I b) { return _mm512_min_epi32(a, b); }
     static I maxi(I a, I b) { return _mm512_max_epi32(a, b); }
-    static I maxu(I a, I b) { return _mm512_max_epu32(a, b); }
     static I shift_right(I a, Count n) { return _mm512_sra_epi32(a, n); }
     static I shift_left(I a, Count n) { return _mm512_sll_epi32(a, n); }
 
@@ -76,7 +75,6 @@ struct Avx512 {
     static int32_t sum(I a) { return _mm512_reduce_add_epi32(a); }
 
     static S narrow(I a, I b) { return _mm512_packs_epi32(a, b); }
-    static S adds(S a, S b) { return _mm512_add_epi16(a, b); }
     static S subs(S a, S b) { return _mm512_sub_epi16(a, b); }
     static S muls(S a, S b) { return _mm512_mullo_epi16(a, b); }
     static S mins(S a, S b) { return _mm512_min_epi16(a, b); }

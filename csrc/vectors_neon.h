@@ -65,9 +65,6 @@ struct Neon {
     static I ori(I a, I b) { return vorrq_s32(a, b); }
     static I mini(I a, I b) { return vminq_s32(a, b); }
     static I maxi(I a, I b) { return vmaxq_s32(a, b); }
-    static I maxu(I a, I b) {
-        return vreinterpretq_s32_u32(vmaxq_u32(vreinterpretq_u32_s32(a), vreinterpretq_u32_s32(b)));
-    }
     static I shift_right(I a, Count n) { return vshlq_s32(a, vnegq_s32(n)); }
     static I shift_left(I a, Count n) { return vshlq_s32(a, n); }
 
@@ -76,7 +73,6 @@ struct Neon {
     static int32_t sum(I a) { return vaddvq_s32(a); }
 
     static S narrow(I a, I b) { return vqmovn_high_s32(vqmovn_s32(a), b); }
-    static S adds(S a, S b) { return vaddq_s16(a, b); }
     static S subs(S a, S b) { return vsubq_s16(a, b); }
     static S muls(S a, S b) { return vmulq_s16(a, b); }
     static S mins(S a, S b) { return vminq_s16(a, b); }

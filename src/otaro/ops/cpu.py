@@ -174,8 +174,8 @@ def dequantize(
     planes, rows = _checked_planes(planes, columns, precision, format)
     value = torch.empty((*planes.base.shape[:-1], columns), dtype=dtype)
     error = library().otaro_dequantize(
-        *(ctypes.byref(c_format(format)), rows, columns, ctypes.byref(c_planes(planes)), precision.mantissa),
-        *(*_data(value), _dtype(dtype), _threads(), isa_number(isa)),
+        *(*_c_packed(planes, rows, columns, precision, format), *_data(value), _dtype(dtype)),
+        *(_threads(), isa_number(isa)),
     )
     check(error)
     return value
@@ -229,16 +229,7 @@ def linear(
     bias = None if bias is None else _contiguous(bias)
     y = torch.empty((*x.shape[:-1], rows), dtype=torch.float32)
     error = library().otaro_linear(
-        *(
-            ctypes.byref(c_format(format)),
-            rows,
-            columns,
-            ctypes.byref(c_planes(planes)),
-            precision.mantissa,
-            *_data(x),
-            _rows(x),
-        ),
-        *_optional(bias),
+        *(*_c_packed(planes, rows, columns, precision, format), *_data(x), _rows(x), *_optional(bias)),
         *(*_data(y), _threads(), isa_number(isa)),
     )
     check(error)
@@ -260,15 +251,8 @@ def embedding(
     ids = _contiguous(ids.to(torch.int64))
     value = torch.empty((*ids.shape, columns), dtype=dtype)
     error = library().otaro_rows(
-        *(
-            ctypes.byref(c_format(format)),
-            rows,
-            columns,
-            ctypes.byref(c_planes(planes)),
-            precision.mantissa,
-            *_data(ids),
-        ),
-        *(ids.numel(), *_data(value), _dtype(dtype), _threads(), isa_number(isa)),
+        *(*_c_packed(planes, rows, columns, precision, format), *_data(ids), ids.numel()),
+        *(*_data(value), _dtype(dtype), _threads(), isa_number(isa)),
     )
     if error == _INDEX:
         raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())} reach outside the {rows} rows of the table")
@@ -302,14 +286,8 @@ def decode(codes: Codes, dtype: torch.dtype = torch.float32, *, isa: str | None 
     codes = Codes(_contiguous(codes.code), _contiguous(codes.scale), codes.precision, format)
     value = torch.empty(codes.code.shape, dtype=dtype)
     error = library().otaro_decode(
-        *(
-            ctypes.byref(c_format(format)),
-            _rows(codes.code),
-            columns,
-            ctypes.byref(_c_codes(codes)),
-            codes.precision.mantissa,
-        ),
-        *(*_data(value), _dtype(dtype), _threads(), isa_number(isa)),
+        *(ctypes.byref(c_format(format)), _rows(codes.code), columns, ctypes.byref(_c_codes(codes))),
+        *(codes.precision.mantissa, *_data(value), _dtype(dtype), _threads(), isa_number(isa)),
     )
     check(error)
     return value
@@ -449,6 +427,11 @@ def c_planes(planes: Planes) -> _CPlanes:
         len(bits),
         *_data(planes.scale),
     )
+
+
+def _c_packed(planes: Planes, rows: int, columns: int, precision: Precision, format: Format) -> tuple[Any, ...]:
+    """What every function takes that reads planes."""
+    return ctypes.byref(c_format(format)), rows, columns, ctypes.byref(c_planes(planes)), precision.mantissa
 
 
 def _c_tiers(tiers: Tiers) -> _CTiers:
