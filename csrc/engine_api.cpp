@@ -272,7 +272,7 @@ int32_t otaro_session_size(const otaro_model* model, int32_t group_size, int64_t
                            int32_t threads, int64_t* cache, int64_t* work) {
     return guarded([&]() -> int {
         if (model == nullptr || cache == nullptr || work == nullptr) return OTARO_ERROR_ARGUMENT;
-        const otaro_format format{OTARO_NESTED, group_size, 0, 0};
+        const otaro_format format{OTARO_NESTED, group_size};
         if (check_format(&format) != OTARO_OK || !within(context, kMostRows)) return OTARO_ERROR_ARGUMENT;
         if (cache_mantissa != 0 && !valid_mantissa(cache_mantissa)) return OTARO_ERROR_ARGUMENT;
         if (threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
