@@ -350,7 +350,7 @@ def test_what_is_measured_before_tuning(architecture: str, tmp_path: Path) -> No
             for at in (M8, width)
         )
         assert cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(whole, own, dim=0)), abs=1e-5)
-        assert cosine < 0.99
+        assert cosine < 0.999
 
 
 def test_dropout_is_the_same_at_every_width_that_is_measured(tmp_path: Path) -> None:

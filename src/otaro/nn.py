@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from otaro import ops
 from otaro.errors import PrecisionError
-from otaro.packing import BITS, Planes, plane_shapes
+from otaro.packing import BASE, BITS, SCALE, Planes, plane_shapes
 from otaro.precision import NARROWEST, Precision
 from otaro.sefp import Format, Tiers
 
@@ -72,7 +72,9 @@ class SefpWeight(nn.Module):
     def planes(self) -> Planes:
         if self.tied_to is not None:
             return self.tied_to.planes
-        return Planes.from_named(cast(dict[str, Tensor], self._buffers))
+        buffers = cast(dict[str, Tensor], self._buffers)
+        bits = tuple(buffers[name] for name in BITS.values() if name in buffers)
+        return Planes(buffers[BASE], bits, buffers[SCALE])
 
     @property
     def stored(self) -> Precision:

@@ -47,9 +47,12 @@ class Planes:
     @classmethod
     def from_named(cls, tensors: Mapping[str, Tensor], precision: Precision = WIDEST) -> Planes:
         """The planes up to a width, or up to where they end before it."""
-        names = [name for bit, name in BITS.items() if bit <= precision.mantissa]
-        there = next((place for place, name in enumerate(names) if name not in tensors), len(names))
-        return cls(tensors[BASE], tuple(tensors[name] for name in names[:there]), tensors[SCALE])
+        bits = []
+        for bit, name in BITS.items():
+            if bit > precision.mantissa or name not in tensors:
+                break
+            bits.append(tensors[name])
+        return cls(tensors[BASE], tuple(bits), tensors[SCALE])
 
 
 def padded_columns(columns: int, format: Format) -> int:
