@@ -20,7 +20,7 @@
 
 #include <stdint.h>
 
-#define OTARO_ABI_VERSION 6
+#define OTARO_ABI_VERSION 7
 #define OTARO_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
