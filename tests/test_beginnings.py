@@ -103,7 +103,8 @@ def test_eval_predicts_the_text_from_its_beginning(
             logits = model(window).logits[0, :-1].double()
         losses.append(torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none"))
     assert figures["tokens"] == 31 * len(losses)
-    assert figures["results"][0]["perplexity"] == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-5)
+    expected = float(torch.cat(losses).mean().exp())  # the engine, unlike this, has activations of 16 bits
+    assert figures["results"][0]["perplexity"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_without_a_beginning_a_text_is_cut_as_it_is(tmp_path: Path) -> None:

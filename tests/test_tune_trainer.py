@@ -184,7 +184,7 @@ def test_perplexity_of_a_bf16_run_is_that_of_its_weights(
         for layer in self._layers:
             if layer.width is not None:
                 tiers = layer.tiers.get("weight", ())
-                layer.values = layer.simulate(layer.weight, tiers).detach().to(self._dtype)
+                layer.values = layer.simulate(layer.weight).detach().to(self._dtype)
                 layer.__dict__["trained"] = ops.deciding(layer.weight, layer.width, tiers) if tiers else None
 
     monkeypatch.setattr(Refresher, "__call__", fill)
@@ -196,7 +196,10 @@ def test_perplexity_of_a_bf16_run_is_that_of_its_weights(
             run.train()
         plain = random_model("llama").eval()
         plain.load_state_dict(without_tiers(weights(run)))
-        convert.simulate(plain, run.args.format, run.args.floor)
+        settled = [(path, layer) for path, layer in run.model.named_modules() if getattr(layer, "settled", False)]
+        scales = {f"{path}.{name}": scale for path, layer in settled for name, scale in layer.scales.items()}
+        assert bool(scales) == (trained and method == "tiers")
+        convert.simulate(plain, run.args.format, run.args.floor, scales=scales)
         for width, measured in report.measure(run, tokens, [Precision.E5M8, M3], 16, None).items():
             convert.set_precision(plain, Precision(width))
             assert measured == perplexity(plain, tokens, window=16).perplexity
