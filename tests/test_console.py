@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from otaro import cli, diagnostics
+from otaro import cli, diagnostics, figure_file
 from otaro.bench import command as bench_command
 from otaro.bench.measure import Figures, Row, Speed
 from otaro.bench.speculation import SpeculationRow
@@ -144,7 +144,7 @@ def test_info_and_diagnostics_are_whole_at_every_width(
 
 def test_labels_of_a_bench_plot_stand_under_it_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(report, "save_figure", lambda figure, _: drawn.append(figure))
+    monkeypatch.setattr(figure_file, "save_figure", lambda figure, _: drawn.append(figure))
     rows = [
         Row(precision, bits, 1, 1, 1.0, Speed(1, 100 / bits, 1), 10, 0.5, "F16", Speed(1, 50 / bits, 1))
         for precision, bits in zip(Precision, (9.12, 8.12, 7.12, 6.12, 5.12, 4.34), strict=True)

@@ -22,6 +22,8 @@ from otaro.evaluate.perplexity import (
     split_windows,
     text_tokens,
 )
+from otaro.figure_file import check_plot
+from otaro.json_file import write_json
 from otaro.precision import Precision
 
 
@@ -162,7 +164,7 @@ def test_table_shows_every_figure() -> None:
 def test_json_replaces_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("old")
-    report.write_json({"new": 1}, path)
+    write_json({"new": 1}, path)
     assert json.loads(path.read_text()) == {"new": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
 
@@ -171,17 +173,17 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("old")
     with pytest.raises(TypeError):
-        report.write_json({"not": object()}, path)
+        write_json({"not": object()}, path)
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
 
 
 def test_plot_refuses_an_unknown_kind_of_file(tmp_path: Path) -> None:
     with pytest.raises(OtaroError, match=r"ends in \.png"):
-        report.check_plot(tmp_path / "plot.doc")
+        check_plot(tmp_path / "plot.doc")
 
 
 def test_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(OtaroError, match=r"otaro-llm\[plot\]"):
-        report.check_plot(tmp_path / "plot.png")
+        check_plot(tmp_path / "plot.png")

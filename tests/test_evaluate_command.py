@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import otaro
-from otaro import cli
-from otaro.evaluate import divergence, report
+from otaro import cli, figure_file
+from otaro.evaluate import divergence
 from otaro.evaluate.perplexity import text_tokens
 from otaro.precision import Precision
 from otaro.tokenizer import load_tokenizer
@@ -200,7 +200,7 @@ def test_the_page_is_self_contained_and_shows_every_figure(
 def test_a_page_without_matplotlib_is_refused_at_once(
     run: Any, tiny_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(figure_file, "find_spec", lambda name: None)
     code, out, remarks = run("eval", tiny_llama, "--text", text_file, "--html", tmp_path / "page.html")
     assert (code, out, len(remarks)) == (2, "", 1)
     assert "otaro-llm[plot]" in remarks[0]

@@ -18,12 +18,13 @@ import torch
 from conftest import byte_tokenizer
 
 import otaro
-from otaro.checkpoint.writer import new_content, new_folder
+from otaro.checkpoint.writer import new_content
 from otaro.cli import main
 from otaro.console import given_text, terminal_text
 from otaro.errors import OtaroError
 from otaro.generate import continue_tokens
 from otaro.generate import generate as generate_text
+from otaro.partial import new_folder
 from otaro.tokenizer import TemplateError, encode, load_tokenizer, render_chat, template, write_chat
 from otaro.tokenizer.files import check_described, is_quick
 

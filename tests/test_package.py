@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,6 +39,46 @@ def test_import_is_quick_and_without_torch() -> None:
 def test_command_line_starts_without_torch() -> None:
     out = run_python("import sys; from otaro.cli import main; main(['pack', '--help']); print('torch' in sys.modules)")
     assert out.splitlines()[-1] == "False"
+
+
+SOURCE = Path(otaro.__file__).parent
+MODULES = {
+    ".".join(("otaro", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in SOURCE.rglob("*.py")
+}
+
+
+def imported(path: Path, *, for_types: bool) -> Iterator[str]:
+    """The modules of the package that one of them imports, at its top or within a function."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types:
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                yield inner if inner in MODULES else node.module
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    graph = {name: {*imported(path, for_types=False)} - {name} for name, path in MODULES.items() if name != "otaro"}
+    TopologicalSorter(graph).prepare()  # a CycleError names the modules
+
+
+def test_no_package_imports_itself_over_others() -> None:
+    # A module of the first level is a package of its own here; what is imported for types counts too.
+    graph: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        if name != "otaro":
+            place = name.split(".")[1]
+            found = {other.split(".")[1] for other in imported(path, for_types=True) if other != "otaro"}
+            graph.setdefault(place, set()).update(found - {place})
+    assert {"cli", "engine", "tune"} <= graph.keys()
+    TopologicalSorter(graph).prepare()
 
 
 def test_every_name_can_be_reached_and_is_listed() -> None:

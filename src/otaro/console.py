@@ -27,7 +27,7 @@ from otaro.errors import OtaroError, printable
 from otaro.wrapping import WordWrap
 
 if TYPE_CHECKING:
-    from otaro.checkpoint.folder import Progress as ProgressCallback
+    from otaro.progress import Progress as ProgressCallback
 
 SECONDS_BETWEEN_LINES = 10.0
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

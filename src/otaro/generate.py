@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from otaro.errors import OtaroError, foreign_code
-from otaro.evaluate.perplexity import check_tokens, context_length
+from otaro.model_config import check_tokens, context_length
 from otaro.precision import Precision
 from otaro.tokenizer import decode, encode_prompt, render_chat
 

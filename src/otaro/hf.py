@@ -20,7 +20,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otaro import convert
 from otaro.checkpoint import PackedFolder, save
-from otaro.checkpoint.folder import Progress
 from otaro.checkpoint.layout import (
     QUANT_METHOD,
     VERSION,
@@ -37,6 +36,7 @@ from otaro.model_config import load_config, modules_bounded
 from otaro.nn import SefpWeight
 from otaro.packing import Planes
 from otaro.precision import NARROWEST, WIDEST, Precision, join
+from otaro.progress import Progress
 from otaro.sefp import check_scales
 
 

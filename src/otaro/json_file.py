@@ -1,10 +1,12 @@
-"""Reading one JSON file that may come from anywhere."""
+"""One JSON file: read wherever it may come from, written so that it is never half there."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from otaro.partial import write_atomically
 
 LARGEST = 1_000_000
 """Bytes of settings; a config has a few thousand."""
@@ -22,3 +24,8 @@ def read_json(path: Path, largest: int = LARGEST) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def write_json(content: dict[str, Any], path: Path) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of it."""
+    write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from otaro.errors import FormatError, foreign_code
+from otaro.errors import FormatError, OtaroError, foreign_code
 
 MOST_LAYERS = 4096
 MOST_COUNTED = 2**18
@@ -21,6 +21,8 @@ MOST_VALUES = 50_000
 """In a config, all in all."""
 MODULES_PER_TENSOR = 50
 SPARE_MODULES = 1000
+UNSTATED_CONTEXT = 2048
+"""Tokens of a model whose config does not say how many it can read."""
 
 
 def load_config(folder: Path, content: dict[str, Any]) -> Any:
@@ -51,6 +53,20 @@ def check_counts(content: Any, place: str) -> None:
                 waiting.append(value)
         elif isinstance(entry, list):
             waiting += entry
+
+
+def context_length(model: Any) -> int:
+    """The most tokens the model was made to read at once."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", UNSTATED_CONTEXT))
+
+
+def check_tokens(model: Any, highest: int) -> None:
+    """Refuse a token that the model does not know."""
+    size = int(model.config.get_text_config().vocab_size)
+    if highest >= size:
+        raise OtaroError(
+            f"the tokenizer gives the token {highest}, but the model knows {size} tokens: they do not belong together"
+        )
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,22 +51,48 @@ def partial_path(out: Path, parent: Path) -> Iterator[Path]:
 
     What is still there when the block ends is deleted; a disk that is full is one sentence.
     """
-    _sweep(parent)
-    partial = parent / f".{out.name}.partial-{secrets.token_hex(4)}"
-    lock = partial.with_name(f"{partial.name}.lock")
     try:
-        with _locked(lock):
-            try:
-                yield partial
-            finally:
-                _delete(partial)
-                lock.unlink(missing_ok=True)
+        with _beside(out, parent) as partial:
+            yield partial
     except OSError as error:
         # numpy counts what it could not write, and names no reason.
         if error.errno in FULL or (error.errno is None and "requested and" in str(error)):
             reason = error.strerror or os.strerror(errno.ENOSPC)
             raise OtaroError(f"{out} cannot be written: {reason}; free some space or choose another folder") from error
         raise
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, size: int = 0) -> Iterator[Path]:
+    """A folder that appears under its name only when the block has ended well, and leaves nothing behind otherwise."""
+    refuse_existing(out)
+    check_room(out, size)
+    with partial_path(out, out.absolute().parent) as partial:
+        partial.mkdir()
+        yield partial
+        if out.exists():
+            raise OtaroError(f"{out} appeared while it was being written: choose another name")
+        partial.rename(out)
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file that takes the place of another one when it is whole; errors are the system's own."""
+    with _beside(path, path.parent) as partial:
+        write(partial)
+        partial.replace(path)
+
+
+@contextlib.contextmanager
+def _beside(out: Path, parent: Path) -> Iterator[Path]:
+    _sweep(parent)
+    partial = parent / f".{out.name}.partial-{secrets.token_hex(4)}"
+    lock = partial.with_name(f"{partial.name}.lock")
+    with _locked(lock):
+        try:
+            yield partial
+        finally:
+            _delete(partial)
+            lock.unlink(missing_ok=True)
 
 
 def _delete(path: Path) -> None:

@@ -44,7 +44,8 @@ def bench(
     from otaro import checkpoint
     from otaro.bench.measure import measure
     from otaro.engine.architecture import UnsupportedError
-    from otaro.evaluate.report import check_plot, write_json
+    from otaro.figure_file import check_plot
+    from otaro.json_file import write_json
 
     check_outputs([None if json_out == Path("-") else json_out, plot])
     if plot is not None:
@@ -135,7 +136,7 @@ def _plot(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     from otaro.evaluate.plots import label_widths
-    from otaro.evaluate.report import save_figure
+    from otaro.figure_file import save_figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()

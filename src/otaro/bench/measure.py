@@ -20,13 +20,13 @@ import torch
 from otaro.bench.llama_cpp import LlamaCpp, import_llama_cpp
 from otaro.bench.machine import Bandwidth, describe
 from otaro.bench.speculation import SpeculationRow, measure_speculation
-from otaro.checkpoint.folder import Progress
 from otaro.engine.engine import FLOAT16, Engine
 from otaro.engine.native import MatrixRole
 from otaro.errors import OtaroError
 from otaro.export import export_gguf
 from otaro.export.blocks import block_type
 from otaro.precision import NARROWEST, Precision
+from otaro.progress import Progress
 from otaro.tokenizer import load_tokenizer
 
 Run = Callable[[Sequence[int], int], int]

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from otaro.checkpoint.folder import Progress
 from otaro.engine.engine import Engine
 from otaro.engine.text import end_tokens
 from otaro.errors import OtaroError
 from otaro.generate import prompt_tokens
 from otaro.precision import NARROWEST, Precision
+from otaro.progress import Progress
 
 QUESTIONS = (
     "Why is the sky blue?",

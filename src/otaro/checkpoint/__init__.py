@@ -15,14 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from otaro import ops
-from otaro.checkpoint.folder import Info, PackedFolder, Progress
+from otaro.checkpoint.folder import Info, PackedFolder
 from otaro.checkpoint.layout import QUANT_METHOD, VERSION, Entry, Layout, index_name, stem, total_bytes
-from otaro.checkpoint.writer import SHARD_SIZE, PackWriter, new_content, new_folder
+from otaro.checkpoint.writer import SHARD_SIZE, PackWriter, new_content
 from otaro.convert import EMBEDDING_FLOOR, find_targets
 from otaro.errors import WeightError
 from otaro.packing import Planes
-from otaro.partial import refuse_existing
+from otaro.partial import new_folder, refuse_existing
 from otaro.precision import NARROWEST, WIDEST, Precision
+from otaro.progress import Progress
 from otaro.sefp import Format
 
 __all__ = ["Info", "PackedFolder", "cut", "inspect", "pack", "save", "verify"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,10 +32,10 @@ from otaro.errors import FormatError, PrecisionError
 from otaro.json_file import LARGEST_INDEX, read_json
 from otaro.packing import SCALE
 from otaro.precision import NARROWEST, Precision, join
+from otaro.progress import Progress
 from otaro.safetensors_file import DTYPES, SafetensorsFile, is_shape, tensor_bytes
 from otaro.sefp import Format, check_scales
 
-Progress = Callable[[str, int, int], None]
 CHUNK = 1 << 22
 
 

@@ -28,24 +28,11 @@ from otaro.checkpoint.layout import (
 )
 from otaro.errors import OtaroError
 from otaro.packing import BASE, Planes
-from otaro.partial import check_room, partial_path, refuse_existing
+from otaro.partial import new_folder, partial_path
 from otaro.precision import NARROWEST, Precision
 from otaro.safetensors_file import tensor_bytes
 
 SHARD_SIZE = 5_000_000_000
-
-
-@contextlib.contextmanager
-def new_folder(out: Path, size: int = 0) -> Iterator[Path]:
-    """A folder that appears under its name only when the block has ended well, and leaves nothing behind otherwise."""
-    refuse_existing(out)
-    check_room(out, size)
-    with partial_path(out, out.absolute().parent) as partial:
-        partial.mkdir()
-        yield partial
-        if out.exists():
-            raise OtaroError(f"{out} appeared while it was being written: choose another name")
-        partial.rename(out)
 
 
 @contextlib.contextmanager

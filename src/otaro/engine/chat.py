@@ -25,6 +25,7 @@ from otaro.console import (
     stream,
 )
 from otaro.errors import OtaroError
+from otaro.partial import write_atomically
 from otaro.precision import Precision, join
 from otaro.tokenizer import render_chat
 
@@ -215,8 +216,6 @@ class Conversation:
         system = [] if self._system is None else [_message("system", self._system)]
         # One line, which is also a record that `otaro tune --data` takes.
         text = json.dumps({"messages": [*system, *self._turns]}, ensure_ascii=False) + "\n"
-        from otaro.evaluate.report import write_atomically
-
         try:
             write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
         except OSError as error:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy
 
-from otaro.checkpoint.folder import Progress
 from otaro.engine.live import LiveWeights
 from otaro.engine.native import Logits, Session
 from otaro.engine.numbers import MOST_CONTEXT, MOST_THREADS, shown, token_ids, whole
@@ -41,6 +40,7 @@ from otaro.engine.speculation import (
 from otaro.engine.weights import Weights
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.precision import NARROWEST, Precision, join
+from otaro.progress import Progress
 
 if TYPE_CHECKING:
     from otaro.generate import GenerationResult

@@ -13,15 +13,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from transformers import GenerationConfig
 
-from otaro.checkpoint.folder import Progress
 from otaro.engine.architecture import UnsupportedError
 from otaro.engine.engine import FLOAT16, Engine, parse_cache
 from otaro.engine.sampling import Sampling
 from otaro.errors import OtaroError
-from otaro.evaluate.perplexity import context_length
 from otaro.generate import GenerationResult, continue_tokens, fitting
+from otaro.model_config import context_length
 from otaro.ops import cpu
 from otaro.precision import Precision
+from otaro.progress import Progress
 from otaro.tokenizer import load_tokenizer
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from otaro.checkpoint.folder import PackedFolder, Progress
+from otaro.checkpoint.folder import PackedFolder
 from otaro.engine.architecture import (
     EMBEDDING,
     HEAD,
@@ -25,6 +25,7 @@ from otaro.json_file import read_json
 from otaro.model_config import check_counts, load_config
 from otaro.packing import BITS, Planes
 from otaro.precision import NARROWEST, Precision
+from otaro.progress import Progress
 
 _BITS = {name: bit for bit, name in BITS.items()}
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from otaro import convert
-from otaro.checkpoint.folder import Progress
 from otaro.engine.engine import usable_cores
 from otaro.engine.native import Session
 from otaro.engine.runner import open_native
@@ -25,6 +24,7 @@ from otaro.evaluate.perplexity import POSITIONS_PER_SLICE
 from otaro.evaluate.results import Width
 from otaro.hf import load
 from otaro.precision import Precision
+from otaro.progress import Progress
 
 NAMES = ("auto", "native", "torch")
 

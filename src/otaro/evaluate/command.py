@@ -77,6 +77,9 @@ def evaluate(
     from otaro.evaluate.parts import Parts
     from otaro.evaluate.perplexity import default_window, text_tokens
     from otaro.evaluate.results import Evaluation
+    from otaro.figure_file import check_matplotlib, check_plot, save_figure
+    from otaro.json_file import write_json
+    from otaro.partial import write_atomically
 
     content = None if text is None else decode_text(text.read_bytes(), str(text))
     to_stdout = json_out == Path("-")
@@ -84,9 +87,9 @@ def evaluate(
     parts = parts or next((path.with_suffix(".parts.jsonl") for path in (json_path, html) if path is not None), None)
     check_outputs([json_path, html, plot, parts])
     if html is not None:
-        report.check_matplotlib()
+        check_matplotlib()
     if plot is not None:
-        report.check_plot(plot)
+        check_plot(plot)
     kept = Parts(parts)
     chosen_device = find_device("cpu" if backend == "native" and device is None else device)
     loaded = {} if tasks is None else load_chosen_tasks(tasks, tasks_from)
@@ -126,11 +129,16 @@ def evaluate(
         elif evaluation.compared:
             note(f"KL divergence and agreement are with {subject.reference}, the widest precision measured")
     if json_path is not None:
-        report.write_json(figures, json_path)
+        write_json(figures, json_path)
     if html is not None:
-        report.write_page(evaluation, html)
+        from otaro.evaluate.page import render
+
+        page = render(evaluation)
+        write_atomically(html, lambda part: part.write_text(page, encoding="utf-8"))
     if plot is not None:
-        report.write_plot(evaluation, plot)
+        from otaro.evaluate.plots import draw
+
+        save_figure(draw(evaluation), plot)
 
 
 def load_chosen_tasks(names: str, source: str) -> dict[str, Any]:

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 import otaro
-from otaro.checkpoint.folder import Progress
 from otaro.evaluate.model import Subject
 from otaro.evaluate.parts import Parts
 from otaro.evaluate.perplexity import (
     POSITIONS_PER_SLICE,
-    check_tokens,
     check_window,
     exponential,
     split_windows,
     summed_cross_entropy,
 )
 from otaro.evaluate.results import TextFigures, Width, width_name
+from otaro.model_config import check_tokens
+from otaro.progress import Progress
 
 WINDOWS_PER_PART = 8
 

@@ -22,13 +22,13 @@ from transformers.initialization import no_init_weights
 
 from otaro import convert
 from otaro.checkpoint import PackedFolder
-from otaro.checkpoint.folder import Progress
 from otaro.checkpoint.layout import QUANT_METHOD, Entry, Layout, total_bytes
 from otaro.errors import OtaroError
 from otaro.evaluate.backend import NAMES, Backend, TorchBackend, open_backend
 from otaro.evaluate.results import Width
 from otaro.json_file import read_json
 from otaro.precision import Precision, parse_precisions
+from otaro.progress import Progress
 from otaro.quiet import quiet
 from otaro.safetensors_file import tensor_bytes
 from otaro.sefp import Format

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otaro.checkpoint.folder import Progress
 from otaro.errors import OtaroError
+from otaro.model_config import check_tokens, context_length
 from otaro.precision import Precision
+from otaro.progress import Progress
 from otaro.tokenizer import beginning, encode
 
 LONGEST_DEFAULT_WINDOW = 2048
@@ -52,24 +53,10 @@ def default_window(model: Any) -> int:
     return min(context_length(model), LONGEST_DEFAULT_WINDOW)
 
 
-def context_length(model: Any) -> int:
-    """The most tokens the model was made to read at once."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT_WINDOW))
-
-
 def check_window(model: Any, window: int) -> None:
     """Refuse a window that the model cannot read."""
     if window > context_length(model):
         raise OtaroError(f"a window of {window} tokens is longer than the model's context of {context_length(model)}")
-
-
-def check_tokens(model: Any, highest: int) -> None:
-    """Refuse a token that the model does not know."""
-    size = int(model.config.get_text_config().vocab_size)
-    if highest >= size:
-        raise OtaroError(
-            f"the tokenizer gives the token {highest}, but the model knows {size} tokens: they do not belong together"
-        )
 
 
 def exponential(cross_entropy: float) -> float:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 from otaro.console import ResultTable, size_text
-from otaro.errors import OtaroError
 from otaro.evaluate.documents import TASKS
 from otaro.evaluate.results import Evaluation, width_name
 from otaro.precision import Precision
-
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -49,11 +40,6 @@ def table(rows: Sequence[Row], *, before: Mapping[Precision, float] | None = Non
 
 def _perplexity_text(perplexity: float) -> str:
     return f"{perplexity:.3f}" if perplexity < 1e5 else f"{perplexity:.3g}"
-
-
-def write_json(report: dict[str, Any], path: Path) -> None:
-    """Write a report so that a reader sees the old file or the new one, never half of it."""
-    write_atomically(path, lambda part: part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8"))
 
 
 def width_tables(evaluation: Evaluation) -> list[ResultTable]:
@@ -114,51 +100,3 @@ def accuracy_text(figures: Mapping[str, float | None], metric: str) -> str:
         return ""
     error = figures[f"{metric}_stderr"]
     return percent(figures[metric]) + ("" if error is None else f" ±{percent(error)}")
-
-
-def check_plot(path: Path) -> None:
-    """Refuse a plot that could not be drawn, before hours are spent on its figures."""
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise OtaroError(f"{path} cannot be drawn: name a file that ends in {', '.join(PLOT_SUFFIXES)}")
-    check_matplotlib()
-
-
-def check_matplotlib() -> None:
-    if find_spec("matplotlib") is None:
-        raise OtaroError("plots need matplotlib: install it with pip install 'otaro-llm[plot]'")
-
-
-def write_plot(evaluation: Evaluation, path: Path) -> None:
-    """All plots of an evaluation side by side in one file."""
-    from otaro.evaluate.plots import draw
-
-    save_figure(draw(evaluation), path)
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a plot of matplotlib in the format that the file's name asks for."""
-    write_atomically(path, lambda part: figure.savefig(part, dpi=150, format=path.suffix[1:].lower()))
-
-
-def write_page(evaluation: Evaluation, path: Path) -> None:
-    """The whole evaluation as one HTML file that needs no other."""
-    from otaro.evaluate.page import render
-
-    text = render(evaluation)
-    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file whose name another takes over once it is whole."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    part = Path(name)
-    try:
-        write(part)
-        # mkstemp makes a file only its owner may read; give it what open() would have given.
-        mask = os.umask(0)
-        os.umask(mask)
-        part.chmod(0o666 & ~mask)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

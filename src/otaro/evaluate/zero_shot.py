@@ -20,13 +20,14 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 import otaro
-from otaro.checkpoint.folder import Progress
 from otaro.errors import OtaroError
 from otaro.evaluate.backend import NativeBackend, TorchBackend
 from otaro.evaluate.parts import Parts
-from otaro.evaluate.perplexity import POSITIONS_PER_SLICE, context_length
+from otaro.evaluate.perplexity import POSITIONS_PER_SLICE
 from otaro.evaluate.results import Evaluation, TaskFigures, Width, width_name
 from otaro.evaluate.tasks import evaluate_task, quiet_lm_eval
+from otaro.model_config import context_length
+from otaro.progress import Progress
 from otaro.tokenizer import beginning, encode
 
 

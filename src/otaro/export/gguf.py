@@ -24,7 +24,7 @@ from gguf import (
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otaro.checkpoint.folder import PackedFolder, Progress
+from otaro.checkpoint.folder import PackedFolder
 from otaro.engine.architecture import UnsupportedError, read_shape
 from otaro.engine.native import Shape
 from otaro.engine.weights import read_config
@@ -34,6 +34,7 @@ from otaro.export.tokenizer import add_tokenizer
 from otaro.packing import Planes, unpack_rows
 from otaro.partial import check_room, partial_path, refuse_existing
 from otaro.precision import Precision
+from otaro.progress import Progress
 from otaro.sefp import Format
 
 ARCHITECTURES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 from otaro.errors import OtaroError
 from otaro.precision import Precision
+from otaro.progress import Progress
 from otaro.tune import average
 from otaro.tune.config import RESUMED
 from otaro.tune.resume import how_to_go_on
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from otaro.tune.trainer import OtaroTrainer
 
 LOG_NAME = "tune.jsonl"
-Progress = Callable[[str, int, int], None]
 
 
 def width_name(width: Precision | None) -> str:

@@ -266,8 +266,8 @@ def run(
     from transformers import EarlyStoppingCallback
 
     from otaro.evaluate.model import source_tokenizer
-    from otaro.evaluate.perplexity import check_tokens, context_length
-    from otaro.evaluate.report import write_json
+    from otaro.json_file import write_json
+    from otaro.model_config import check_tokens, context_length
     from otaro.sources import open_source
     from otaro.tune import report
     from otaro.tune.callbacks import LOG_NAME, read_log
@@ -370,7 +370,7 @@ def measure_before(
     trainer: OtaroTrainer, work: Path, tokens: Any, window: int, progress: Any, *, resume: bool
 ) -> dict[str, float]:
     """Perplexity before tuning; a resumed run reads what the first one measured, if it was on the same text."""
-    from otaro.evaluate.report import write_json
+    from otaro.json_file import write_json
     from otaro.tune import report
 
     if tokens is None:

@@ -6,7 +6,7 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,18 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from otaro import convert
-from otaro.checkpoint.writer import new_folder
 from otaro.errors import OtaroError
 from otaro.nn import FakeSefp
+from otaro.partial import new_folder
 from otaro.precision import Precision
+from otaro.progress import Progress
 from otaro.quiet import quiet
 from otaro.sefp import Format
 from otaro.sources import Source
 from otaro.sources.scales import save_scales
 
 
-def load_model(source: Source, progress: Callable[[str, int, int], None] | None = None) -> Any:
+def load_model(source: Source, progress: Progress | None = None) -> Any:
     """The source's model in memory, in float32, whatever its files hold: small updates vanish in fewer bits."""
     with quiet(), no_init_weights():
         model = type(source.model)(source.model.config).float()

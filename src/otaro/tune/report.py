@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from otaro.console import ResultTable
 from otaro.evaluate.perplexity import perplexity
 from otaro.precision import Precision
-from otaro.tune.callbacks import Progress, losses_by_width
+from otaro.progress import Progress
+from otaro.tune.callbacks import losses_by_width
 from otaro.tune.trainer import OtaroTrainer
 
 Perplexities = dict[str, float]

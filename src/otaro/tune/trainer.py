@@ -40,9 +40,10 @@ from otaro import convert
 from otaro.errors import OtaroError
 from otaro.nn import FakeSefp, FakeSefpConv1D
 from otaro.precision import Precision
+from otaro.progress import Progress
 from otaro.quiet import quiet
 from otaro.tune import average, resume
-from otaro.tune.callbacks import PathCallback, Progress, ProgressLine, model_signature, settings
+from otaro.tune.callbacks import PathCallback, ProgressLine, model_signature, settings
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments, default_learning_rate
 from otaro.tune.data import IGNORED, QUESTIONS, WithQuestions, make_collator, mean_length
 from otaro.tune.delay import Apply, DelayedOptimizer
