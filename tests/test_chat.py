@@ -323,11 +323,17 @@ class Terminal:
         os.write(self._file, text.encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C, once the program waits: just before that, Python would see it with the next key only."""
-        state = Path(f"/proc/{self.pid}/stat")
-        while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "S":
-            time.sleep(0.01)
+        """Ctrl-C, once the program has slept for a while: just before that, Python would see it with the next one."""
+        before = None
+        while (now := self._sleep()) is None or now != before:
+            before = now
+            time.sleep(0.1)
         self.type("\x03")
+
+    def _sleep(self) -> int | None:
+        """Which of its sleeps the program is in, if any."""
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
+        return int(status["voluntary_ctxt_switches"]) if status["State"].split()[0] == "S" else None
 
     def wait_for(self, expected: str, seconds: float = 120) -> str:
         """Read until that is shown; what came before it."""
