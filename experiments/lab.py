@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from otaro import convert, ops
-from otaro.convert import EMBEDDING_FLOOR
-from otaro.precision import NARROWEST, Precision
+from otaro.precision import EMBEDDING_FLOOR, NARROWEST, Precision
 from otaro.sefp import Format
 from otaro.tune.average import place
 from otaro.tune.data import IGNORED

@@ -472,7 +472,7 @@ def test_a_byte_that_is_no_scale_is_refused(plain: Path, tmp_path: Path, byte: i
         return planes, counts
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("otaro.checkpoint.ops.pack", spoil)
+        patched.setattr("otaro.ops.pack", spoil)
         otaro.pack(plain, tmp_path / "spoilt")
     for read in (otaro.load, Engine):
         with pytest.raises(FormatError, match="no scale"):

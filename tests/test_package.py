@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,16 @@ def test_import_is_quick_and_without_torch() -> None:
 def test_command_line_starts_without_torch() -> None:
     out = run_python("import sys; from otaro.cli import main; main(['pack', '--help']); print('torch' in sys.modules)")
     assert out.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("command", ["info", "verify"])
+def test_looking_into_a_folder_needs_torch_alone(packed_llama: Path, command: str) -> None:
+    heavy = ("transformers", "huggingface_hub", "torch._dynamo", "triton", "scipy")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({heavy}))\n"  # None there makes importing one an error
+        f"from otaro.cli import main; sys.exit(main([{command!r}, {str(packed_llama)!r}]))"
+    )
+    assert str(packed_llama.name) in run_python(code)
 
 
 SOURCE = Path(otaro.__file__).parent
@@ -79,6 +90,11 @@ def test_no_package_imports_itself_over_others() -> None:
             graph.setdefault(place, set()).update(found - {place})
     assert {"cli", "engine", "tune"} <= graph.keys()
     TopologicalSorter(graph).prepare()
+
+
+def test_names_of_planes_have_one_home() -> None:
+    pattern = re.compile(r"""["'][^"'\n]*sefp_(base|bit|scale\b)""")
+    assert [name for name, path in MODULES.items() if pattern.search(path.read_text("utf-8"))] == ["otaro.packing"]
 
 
 def test_every_name_can_be_reached_and_is_listed() -> None:

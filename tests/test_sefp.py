@@ -15,7 +15,7 @@ from torch import Tensor
 import otaro
 from otaro import packing, sefp
 from otaro.errors import FormatError, OtaroError, PrecisionError, WeightError
-from otaro.precision import NARROWEST, WIDEST, Precision, parse_precisions
+from otaro.precision import WIDEST, Precision, parse_precisions
 from otaro.sefp import Format
 
 PROPERTY = settings(max_examples=150, deadline=None)
@@ -108,12 +108,11 @@ def test_packing_and_unpacking_changes_nothing(weight: Tensor, format: Format, p
     planes = packing.pack(codes)
     shapes = packing.plane_shapes(tuple(weight.shape), format)
     assert {name: tuple(plane.shape) for name, plane in planes.named().items()} == shapes
-    needed = format.stored(precision).mantissa - NARROWEST.mantissa
-    prefix = packing.Planes(planes.base, planes.bits[:needed], planes.scale)
+    prefix = planes.up_to(format.stored(precision))
     found, expected = packing.unpack(prefix, weight.shape[-1], precision, format), sefp.truncate(codes, precision)
     assert torch.equal(found.code, expected.code)
     assert torch.equal(found.scale, expected.scale)
-    assert packing.Planes.from_named(planes.named(), precision).precision == precision
+    assert packing.Planes.from_named(planes.up_to(precision).named()).precision == precision
 
 
 @PROPERTY

@@ -33,7 +33,7 @@ from otaro.console import (
 from otaro.engine.command import CHAT_EXAMPLE, GENERATE_EXAMPLE, chat, generate
 from otaro.errors import OtaroError, printable
 from otaro.evaluate import command as evaluate_command
-from otaro.precision import WIDEST, Precision
+from otaro.precision import EMBEDDING_FLOOR, WIDEST, Precision
 from otaro.tune.command import EXAMPLE, tune
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ def pack(
     widest = Precision(precision)
     shard_size = parse_size(max_shard_size)
     from otaro import checkpoint
-    from otaro.convert import EMBEDDING_FLOOR
     from otaro.sefp import Format
 
     format = Format(scheme, group_size)  # type: ignore[arg-type]

@@ -27,11 +27,8 @@ from otaro.nn import (
     SefpLinear,
     SefpWeight,
 )
-from otaro.precision import NARROWEST, WIDEST, Precision, join
+from otaro.precision import EMBEDDING_FLOOR, NARROWEST, WIDEST, Precision, join
 from otaro.sefp import Format
-
-EMBEDDING_FLOOR = Precision.E5M4
-"""The default floor of embeddings and output head."""
 
 
 class SimulatedConv1D(FakeSefpConv1D, Conv1D):  # type: ignore[misc]

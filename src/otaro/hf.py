@@ -34,8 +34,8 @@ from otaro.checkpoint.layout import (
 from otaro.errors import FormatError, OtaroError, foreign_code
 from otaro.model_config import load_config, modules_bounded
 from otaro.nn import SefpWeight
-from otaro.packing import Planes
-from otaro.precision import NARROWEST, WIDEST, Precision, join
+from otaro.packing import Planes, plane_key, split_key
+from otaro.precision import EMBEDDING_FLOOR, NARROWEST, WIDEST, Precision, join
 from otaro.progress import Progress
 from otaro.sefp import check_scales
 
@@ -51,7 +51,7 @@ class OtaroConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self,
         scheme: str = "nested",
         group_size: int = 64,
-        embedding_floor: str = str(convert.EMBEDDING_FLOOR),
+        embedding_floor: str = str(EMBEDDING_FLOOR),
         precision: str | None = None,
         **described: Any,
     ) -> None:
@@ -137,7 +137,7 @@ class OtaroQuantizer(HfQuantizer):  # type: ignore[misc]
             check_scales(layer.planes.scale, layer.format, name)
         for width in self.folder.widths(self.precision)[1:]:
             for key, plane in self.folder.planes(width):
-                layer = layers[key.rpartition(".")[0]]
+                layer = layers[split_key(key)[0]]
                 layer.attach(width.mantissa, plane.to(layer.planes.base.device))
         self.quantization_config.described |= {"pack": self.folder.pack}
         model.__dict__["_sefp_dtypes"] = {entry.name: entry.dtype for entry in self.folder.entries}
@@ -239,12 +239,12 @@ class SefpModel:
 
 def _contents(model: Any) -> Iterator[tuple[Entry, Planes | torch.Tensor]]:
     layers = cast(dict[str, SefpWeight], convert.sefp_layers(model))
-    planes = {f"{name}.{key}" for name, layer in layers.items() for key in layer._buffers}
+    planes = {plane_key(name, key) for name, layer in layers.items() for key in layer._buffers}
     packed = set()
     # A model may compute in another type than its weights were packed from: they are saved as they were.
     dtypes: dict[str, torch.dtype] = model.__dict__.get("_sefp_dtypes", {})
     for name, tensor in model.state_dict().items():
-        owner = name.rpartition(".")[0]
+        owner, _ = split_key(name)
         if name not in planes:
             if name not in model.all_tied_weights_keys:
                 tensor = tensor.to(dtypes.get(name, tensor.dtype))

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from otaro import ops
 from otaro.errors import PrecisionError
-from otaro.packing import BASE, BITS, SCALE, Planes, plane_shapes
+from otaro.packing import BITS, WIDTHS, Planes, plane_shapes
 from otaro.precision import NARROWEST, Precision
 from otaro.sefp import Format, Tiers
 
@@ -63,18 +63,15 @@ class SefpWeight(nn.Module):
         self.register_buffer("values_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         if tied_to is not None:
             return
-        wider = {name for bit, name in BITS.items() if bit > stored.mantissa}
         for name, plane in plane_shapes(shape, format).items():
-            if name not in wider:
+            if WIDTHS[name] <= stored:
                 self.register_buffer(name, torch.empty(plane, dtype=torch.uint8, device=device))
 
     @property
     def planes(self) -> Planes:
         if self.tied_to is not None:
             return self.tied_to.planes
-        buffers = cast(dict[str, Tensor], self._buffers)
-        bits = tuple(buffers[name] for name in BITS.values() if name in buffers)
-        return Planes(buffers[BASE], bits, buffers[SCALE])
+        return Planes.from_named(cast(dict[str, Tensor], self._buffers))
 
     @property
     def stored(self) -> Precision:

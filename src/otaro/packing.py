@@ -7,7 +7,7 @@
     scale     the byte of every group.
 
 Rows are padded to whole groups with the code of the weight 0. Leading dimensions stay as they are. In files and modules
-a tensor NAME becomes NAME.sefp_base, NAME.sefp_bit4 … NAME.sefp_bit8 and NAME.sefp_scale: `Planes.named`.
+a tensor NAME becomes NAME.sefp_base, NAME.sefp_bit4 … NAME.sefp_bit8 and NAME.sefp_scale; nobody else spells these.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from otaro.sefp import NESTED_OFFSET, Codes, Format, truncate
 BASE, SCALE = "sefp_base", "sefp_scale"
 BITS = {bit: f"sefp_bit{bit}" for bit in range(NARROWEST.mantissa + 1, WIDEST.mantissa + 1)}
 """The name of the plane that each bit beyond the base lies in."""
+WIDTHS = {BASE: NARROWEST, SCALE: NARROWEST, **{name: Precision.from_mantissa(bit) for bit, name in BITS.items()}}
+"""The narrowest codes that each plane is a part of."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,24 @@ class Planes:
         return {BASE: self.base, SCALE: self.scale, **dict(zip(BITS.values(), self.bits, strict=False))}
 
     @classmethod
-    def from_named(cls, tensors: Mapping[str, Tensor], precision: Precision = WIDEST) -> Planes:
-        """The planes up to a width, or up to where they end before it."""
-        bits = []
-        for bit, name in BITS.items():
-            if bit > precision.mantissa or name not in tensors:
-                break
-            bits.append(tensors[name])
-        return cls(tensors[BASE], tuple(bits), tensors[SCALE])
+    def from_named(cls, tensors: Mapping[str, Tensor]) -> Planes:
+        """The planes among tensors of such names."""
+        return cls(tensors[BASE], tuple(tensors[name] for name in BITS.values() if name in tensors), tensors[SCALE])
+
+    def up_to(self, precision: Precision) -> Planes:
+        """The planes of codes of that width, or of all that is here if it is less."""
+        return Planes(self.base, self.bits[: precision.mantissa - NARROWEST.mantissa], self.scale)
+
+
+def plane_key(tensor: str, plane: str) -> str:
+    """What a plane of a tensor is called in files and models."""
+    return f"{tensor}.{plane}"
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """The tensor and the plane of a key."""
+    tensor, _, plane = key.rpartition(".")
+    return tensor, plane
 
 
 def padded_columns(columns: int, format: Format) -> int:
@@ -85,15 +97,15 @@ def unpack(planes: Planes, columns: int, precision: Precision, format: Format) -
     if stored > planes.precision:
         raise PrecisionError(f"precision {precision} needs the bits of {stored}, only {planes.precision} is here")
     code = torch.stack((planes.base & 15, planes.base >> 4), -1).flatten(-2).to(torch.int16)
-    for plane in planes.bits[: stored.mantissa - NARROWEST.mantissa]:
+    for plane in planes.up_to(stored).bits:
         code = code << 1 | unpack_bits(plane)
     return truncate(Codes(code[..., :columns].contiguous(), planes.scale, stored, format), precision)
 
 
 def unpack_rows(planes: Planes, rows: Tensor, columns: int, precision: Precision, format: Format) -> Codes:
     """The codes of some rows of a packed matrix, in the order asked for."""
-    needed = planes.bits[: format.stored(precision).mantissa - NARROWEST.mantissa]
-    picked = Planes(planes.base[rows], tuple(plane[rows] for plane in needed), planes.scale[rows])
+    needed = planes.up_to(format.stored(precision))
+    picked = Planes(needed.base[rows], tuple(plane[rows] for plane in needed.bits), needed.scale[rows])
     return unpack(picked, columns, precision, format)
 
 

@@ -49,6 +49,8 @@ class Precision(enum.Enum):
 
 WIDEST = Precision.E5M8
 NARROWEST = Precision.E5M3
+EMBEDDING_FLOOR = Precision.E5M4
+"""The default floor of embeddings and output head, which suffer first: a width they never go below."""
 
 
 def join(precisions: Iterable[Precision]) -> str:

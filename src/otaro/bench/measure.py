@@ -21,7 +21,7 @@ from otaro.bench.llama_cpp import LlamaCpp, import_llama_cpp
 from otaro.bench.machine import Bandwidth, describe
 from otaro.bench.speculation import SpeculationRow, measure_speculation
 from otaro.engine.engine import FLOAT16, Engine
-from otaro.engine.native import MatrixRole
+from otaro.engine.shape import MatrixRole
 from otaro.errors import OtaroError
 from otaro.export import export_gguf
 from otaro.export.blocks import block_type

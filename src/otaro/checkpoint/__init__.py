@@ -14,15 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from otaro import ops
 from otaro.checkpoint.folder import Info, PackedFolder
 from otaro.checkpoint.layout import QUANT_METHOD, VERSION, Entry, Layout, index_name, stem, total_bytes
 from otaro.checkpoint.writer import SHARD_SIZE, PackWriter, new_content
-from otaro.convert import EMBEDDING_FLOOR, find_targets
 from otaro.errors import WeightError
 from otaro.packing import Planes
 from otaro.partial import new_folder, refuse_existing
-from otaro.precision import NARROWEST, WIDEST, Precision
+from otaro.precision import EMBEDDING_FLOOR, NARROWEST, WIDEST, Precision
 from otaro.progress import Progress
 from otaro.sefp import Format
 
@@ -43,6 +41,7 @@ def pack(
 
     Works through the model a tensor at a time. The folder appears under its name when it is whole.
     """
+    from otaro.convert import find_targets
     from otaro.sources import open_source
 
     out, precision, floor = Path(out), Precision(precision), Precision(embedding_floor)
@@ -178,6 +177,8 @@ def write_config(
 
 
 def _pack_tensor(weight: Tensor, format: Format, name: str, scale: Tensor | None) -> tuple[Planes, Tensor]:
+    from otaro import ops
+
     try:
         return ops.pack(weight, format, scale)
     except WeightError as error:

@@ -30,7 +30,7 @@ from otaro.checkpoint.layout import (
 )
 from otaro.errors import FormatError, PrecisionError
 from otaro.json_file import LARGEST_INDEX, read_json
-from otaro.packing import SCALE
+from otaro.packing import SCALE, Planes, split_key
 from otaro.precision import NARROWEST, Precision, join
 from otaro.progress import Progress
 from otaro.safetensors_file import DTYPES, SafetensorsFile, is_shape, tensor_bytes
@@ -245,22 +245,23 @@ class PackedFolder:
                 for name in file.tensors:
                     tensor = file.read(name)
                     checksum.update(tensor_bytes(tensor))
-                    if name.endswith(f".{SCALE}"):
+                    if split_key(name)[1] == SCALE:
                         check_scales(tensor, self.format, f"{name} of {file.path.name}")
                     yield name, tensor
                 self._check_sum(file, checksum)
 
-    def tensors(self, precision: Precision) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
-        """Every tensor of the model with what a width's files hold of it, one at a time; otherwise as `planes`."""
+    def tensors(self, precision: Precision) -> Iterator[tuple[Entry, Planes | Tensor]]:
+        """Every tensor of the model, its planes if it is packed, from a width's files; one at a time, as `planes`."""
         readers = {width: self.planes(width) for width in self.widths(precision)}
         for entry in self.entries:
-            found = {}
+            found: dict[str, Tensor] = {}
             for width, part in parts(entry, self.format):
                 if width in readers:
-                    key, found[part.key] = next(readers[width])
+                    key, tensor = next(readers[width])
                     if key != part.key:
                         raise FormatError(f"{file_name(width)} holds {key} where {part.key} belongs: fetch it again")
-            yield entry, found
+                    found[split_key(key)[1]] = tensor
+            yield entry, tensor if entry.floor is None else Planes.from_named(found)
         for reader in readers.values():
             next(reader, None)  # to the end, where it checks
 

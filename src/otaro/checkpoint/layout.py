@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from otaro.convert import EMBEDDING_FLOOR
 from otaro.errors import FormatError
-from otaro.packing import BITS, plane_shapes
-from otaro.precision import NARROWEST, Precision
+from otaro.packing import WIDTHS, plane_key, plane_shapes
+from otaro.precision import EMBEDDING_FLOOR, NARROWEST, Precision
 from otaro.safetensors_file import DTYPES
 from otaro.sefp import Format
 
@@ -85,9 +84,9 @@ def parts(entry: Entry, format: Format) -> Iterator[tuple[Precision, Part]]:
         yield NARROWEST, Part(entry.name, entry.dtype, entry.shape)
         return
     first = first_stored(entry.floor, format)
-    wider = {name: Precision.from_mantissa(bit) for bit, name in BITS.items() if bit > first.mantissa}
-    for name, shape in plane_shapes(entry.shape, format).items():
-        yield wider.get(name, NARROWEST), Part(f"{entry.name}.{name}", torch.uint8, shape)
+    for plane, shape in plane_shapes(entry.shape, format).items():
+        width = WIDTHS[plane]
+        yield NARROWEST if width <= first else width, Part(plane_key(entry.name, plane), torch.uint8, shape)
 
 
 def first_stored(floor: Precision, format: Format) -> Precision:

@@ -27,7 +27,7 @@ from otaro.checkpoint.layout import (
     signed_header,
 )
 from otaro.errors import OtaroError
-from otaro.packing import BASE, Planes
+from otaro.packing import BASE, Planes, plane_key
 from otaro.partial import new_folder, partial_path
 from otaro.precision import NARROWEST, Precision
 from otaro.safetensors_file import tensor_bytes
@@ -186,7 +186,7 @@ class _ShardWriter:
             packed = {
                 entry.name: [list(entry.shape), DTYPE_NAMES[entry.dtype], str(entry.floor)]
                 for entry, part in content
-                if entry.floor is not None and part.key == f"{entry.name}.{BASE}"
+                if entry.floor is not None and part.key == plane_key(entry.name, BASE)
             }
             self._metadata["sefp_tensors"] = json.dumps(packed)
         self._remaining = [part for _, part in reversed(content)]
@@ -238,4 +238,4 @@ class _ShardWriter:
 def _by_key(entry: Entry, content: Planes | Tensor) -> dict[str, Tensor]:
     if isinstance(content, Tensor):
         return {entry.name: content}
-    return {f"{entry.name}.{name}": tensor for name, tensor in content.named().items()}
+    return {plane_key(entry.name, plane): tensor for plane, tensor in content.named().items()}

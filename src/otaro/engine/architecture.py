@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from otaro.checkpoint.folder import PackedFolder
-from otaro.engine.native import MatrixRole, Shape, VectorRole
+from otaro.engine.shape import MatrixRole, Shape, VectorRole
 from otaro.errors import FormatError, Sentence
 from otaro.model_config import MOST_LAYERS
 

@@ -19,15 +19,14 @@ from otaro.engine.architecture import (
     stated_config,
     vector_place,
 )
-from otaro.engine.native import Arena, Matrix, MatrixRole, Model, free_heap, matrix_size
+from otaro.engine.native import Arena, Matrix, Model, free_heap, matrix_size
+from otaro.engine.shape import MatrixRole
 from otaro.errors import FormatError, PrecisionError
 from otaro.json_file import read_json
 from otaro.model_config import check_counts, load_config
-from otaro.packing import BITS, Planes
+from otaro.packing import Planes, split_key
 from otaro.precision import NARROWEST, Precision
 from otaro.progress import Progress
-
-_BITS = {name: bit for bit, name in BITS.items()}
 
 
 class Weights:
@@ -134,11 +133,11 @@ class Weights:
         plain = {entry.name for entry in self.folder.entries if entry.floor is None}
         arena = Arena(packed_size(self.folder, NARROWEST))
         for key, tensor in self.folder.planes(NARROWEST):
-            name, _, part = key.rpartition(".")
             if key in plain:
                 self._set_vector(key, tensor)
                 continue
-            parts.setdefault(name, {})[part] = tensor
+            name, plane = split_key(key)
+            parts.setdefault(name, {})[plane] = tensor
             if len(parts[name]) == 2 + self._floor_bits(name):
                 self._set_matrix(name, parts.pop(name), arena)
 
@@ -162,11 +161,11 @@ class Weights:
         narrower = Precision.from_mantissa(width.mantissa - 1)
         arena = Arena(packed_size(self.folder, width) - packed_size(self.folder, narrower))
         for key, plane in self.folder.planes(width):
-            name, _, part = key.rpartition(".")
+            name, _ = split_key(key)
             with lock:
                 if not wanted():
                     return False
-                self._matrices[name].set_bit(_BITS[part], plane, arena)
+                self._matrices[name].set_bit(width.mantissa, plane, arena)
         return True
 
     def _drop_bit(self, width: Precision, lock: AbstractContextManager[Any]) -> None:

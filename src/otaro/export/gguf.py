@@ -26,7 +26,7 @@ from torch import Tensor
 
 from otaro.checkpoint.folder import PackedFolder
 from otaro.engine.architecture import UnsupportedError, read_shape
-from otaro.engine.native import Shape
+from otaro.engine.shape import Shape
 from otaro.engine.weights import read_config
 from otaro.errors import OtaroError, foreign_code
 from otaro.export.blocks import block_type, encode_blocks
@@ -129,15 +129,14 @@ def _write(
     writer.write_ti_data_to_file()
     if factors is not None:
         writer.write_tensor_data(factors)
-    for number, (entry, parts) in enumerate(packed.tensors(precision), 1):
+    for number, (entry, content) in enumerate(packed.tensors(precision), 1):
         permuted = _permutation(architecture, entry.name, shape)
         rows = torch.arange(entry.shape[0]) if permuted is None else permuted
-        if entry.floor is None:
-            data = parts[entry.name].to(torch.float32)[rows].numpy()
+        if isinstance(content, Planes):
+            width = precision if entry.floor is None else max(precision, entry.floor)
+            data = _encode(content, rows, entry.shape[-1], width, packed.format, exact)
         else:
-            width = max(precision, entry.floor)
-            planes = _planes(parts, entry.name, width)
-            data = _encode(planes, rows, entry.shape[-1], width, packed.format, exact)
+            data = content.to(torch.float32)[rows].numpy()
         writer.write_tensor_data(data)
         if progress is not None:
             progress(f"writing {out.name}", number, len(packed.entries))
@@ -233,9 +232,3 @@ def _permutation(architecture: MODEL_ARCH, name: str, shape: Shape) -> Tensor | 
         return None
     rows = torch.arange(heads * shape.head_dimension)
     return rows.view(heads, 2, shape.head_dimension // 2).transpose(1, 2).flatten()
-
-
-def _planes(tensors: dict[str, Tensor], name: str, width: Precision) -> Planes:
-    prefix = f"{name}."
-    named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    return Planes.from_named(named, width)

@@ -182,11 +182,11 @@ def embedding(
 
 
 def _arguments(planes: Planes, columns: int, precision: Precision, format: Format) -> tuple[object, ...]:
-    needed = format.stored(precision).mantissa - 3
+    needed = planes.up_to(format.stored(precision))
     return (
-        planes.base,
-        list(planes.bits[:needed]),
-        planes.scale,
+        needed.base,
+        list(needed.bits),
+        needed.scale,
         columns,
         precision.mantissa,
         format.scheme,

@@ -370,8 +370,8 @@ def _checked_planes(planes: Planes, columns: int, precision: Precision, format: 
     stored = format.stored(precision)
     if planes.precision < stored:
         raise PrecisionError(f"{precision} needs the bits of {stored}, but the planes hold those of {planes.precision}")
-    needed = planes.bits[: stored.mantissa - NARROWEST.mantissa]
-    used = Planes(_contiguous(planes.base), tuple(map(_contiguous, needed)), _contiguous(planes.scale))
+    needed = planes.up_to(stored)
+    used = Planes(_contiguous(needed.base), tuple(map(_contiguous, needed.bits)), _contiguous(needed.scale))
     *leading, width = used.base.shape
     if width != padded_columns(columns, format) // 2:
         raise FormatError(f"planes of {2 * width} weights a row do not belong to a tensor of {columns} columns")

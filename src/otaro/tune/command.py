@@ -388,7 +388,7 @@ def measure_before(
 
 def pack_options(args: TuneArguments) -> str:
     """What otaro pack must be told so that it packs what was tuned."""
-    from otaro.convert import EMBEDDING_FLOOR
+    from otaro.precision import EMBEDDING_FLOOR
     from otaro.sefp import Format
 
     chosen = args.format

@@ -12,9 +12,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from otaro.convert import EMBEDDING_FLOOR
 from otaro.errors import OtaroError
-from otaro.precision import Precision, parse_precisions
+from otaro.precision import EMBEDDING_FLOOR, Precision, parse_precisions
 from otaro.sefp import Format
 from otaro.tune.delay import APPLY
 from otaro.tune.path import Path, make_path
