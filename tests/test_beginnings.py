@@ -12,9 +12,10 @@ from vocabularies import load_expected, write_folder, write_model
 
 import otaro
 from otaro.cli import main
-from otaro.engine import chat, command
 from otaro.evaluate.perplexity import split_windows, text_tokens
-from otaro.generate import TextStream, _Streamer, prompt_tokens
+from otaro.generation import chat, command
+from otaro.generation.transformers import _Streamer
+from otaro.text import TextStream, prompt_tokens
 from otaro.tokenizer import beginning, encode, load_tokenizer, render_chat
 from otaro.tune.data import IGNORED, load_blocks
 
@@ -37,8 +38,8 @@ def test_prompts_begin_once(packed: Path) -> None:
     begin = [tokenizer.bos_token_id]
     assert beginning(tokenizer) == begin
     bare = encode(tokenizer, "Hello world")
-    assert prompt_tokens(tokenizer, "Hello world", raw=True).tolist() == [begin + bare]
-    assert prompt_tokens(tokenizer, tokenizer.bos_token + "Hello world", raw=True).tolist() == [begin + bare]
+    assert prompt_tokens(tokenizer, "Hello world", raw=True) == begin + bare
+    assert prompt_tokens(tokenizer, tokenizer.bos_token + "Hello world", raw=True) == begin + bare
     messages = [{"role": "user", "content": "Hello"}]
     for template, text in ((WRITES, "[INST] Hello [/INST]"), (DOES_NOT, None)):
         tokenizer.chat_template = template
@@ -46,7 +47,7 @@ def test_prompts_begin_once(packed: Path) -> None:
         assert ids[:1] == begin
         assert ids.count(begin[0]) == 1
         assert text is None or ids[1:] == encode(tokenizer, text)
-        assert prompt_tokens(tokenizer, "Hello").tolist() == [ids]
+        assert prompt_tokens(tokenizer, "Hello") == ids
 
 
 def test_generate_and_chat_send_the_beginning(
@@ -117,7 +118,7 @@ def test_a_prompt_and_a_window_have_no_end(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path, "metaspace never", EXPECTED))
     end = tokenizer.eos_token_id
     assert encode(tokenizer, "Hello", add_special_tokens=True)[-1] == end
-    assert end not in prompt_tokens(tokenizer, "Hello", raw=True)[0].tolist()
+    assert end not in prompt_tokens(tokenizer, "Hello", raw=True)
     assert end not in text_tokens(tokenizer, TEXT, 32).tolist()
 
 

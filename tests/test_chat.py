@@ -21,12 +21,12 @@ import pytest
 from conftest import byte_tokenizer
 
 from otaro.cli import main
-from otaro.engine import chat
-from otaro.engine.runner import Request
 from otaro.engine.sampling import Sampling
 from otaro.errors import OtaroError
-from otaro.generate import GenerationResult
+from otaro.generation import chat
+from otaro.generation.request import Request
 from otaro.precision import Precision
+from otaro.text import GenerationResult
 from otaro.tune.data import read_examples
 
 
@@ -362,7 +362,7 @@ TALK_IN_A_TERMINAL = """
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from otaro.engine import chat
+from otaro.generation import chat
 
 def generate(prompt, request, show, marks):
     show("these are some words that are longer than a line of the terminal")

@@ -249,12 +249,12 @@ def test_generate_is_greedy_and_like_transformers(run: Any, packed_llama: Path) 
 
 
 def test_chat_template_is_used_unless_raw(packed_llama: Path) -> None:
-    from otaro.generate import prompt_tokens
+    from otaro.text import prompt_tokens
     from otaro.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(packed_llama)
-    assert tokenizer.decode(prompt_tokens(tokenizer, "hi")[0]) == "<user>hi<end><bot>"
-    assert tokenizer.decode(prompt_tokens(tokenizer, "hi", raw=True)[0]) == "hi"
+    assert tokenizer.decode(prompt_tokens(tokenizer, "hi")) == "<user>hi<end><bot>"
+    assert tokenizer.decode(prompt_tokens(tokenizer, "hi", raw=True)) == "hi"
 
 
 def test_a_seed_repeats_what_is_drawn(run: Any, packed_llama: Path) -> None:

@@ -26,13 +26,14 @@ from otaro.engine.engine import Engine
 from otaro.engine.native import Matrix, Session
 from otaro.engine.sampling import Sampler, Sampling
 from otaro.engine.speculation import LONGEST_REST, SHORTEST_REST, Repetition, Rests
-from otaro.engine.text import TextStream, end_tokens, generate
+from otaro.engine.text import end_tokens, generate
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.model_config import load_config
 from otaro.ops import cpu
 from otaro.packing import Planes
 from otaro.precision import Precision
 from otaro.sefp import Format
+from otaro.text import TextStream
 
 WIDTHS = list(Precision)
 

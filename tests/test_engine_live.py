@@ -23,9 +23,9 @@ import torch
 import otaro
 from otaro.checkpoint import PackedFolder
 from otaro.cli import main
-from otaro.engine import chat, command
 from otaro.engine.engine import Engine
 from otaro.errors import FormatError, OtaroError, PrecisionError
+from otaro.generation import chat, command
 from otaro.precision import NARROWEST, Precision
 from otaro.safetensors_file import SafetensorsFile
 

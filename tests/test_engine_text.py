@@ -13,8 +13,8 @@ from otaro import Engine
 from otaro.engine.sampling import Sampling
 from otaro.engine.text import generate
 from otaro.errors import OtaroError
-from otaro.generate import prompt_tokens
 from otaro.precision import Precision
+from otaro.text import prompt_tokens
 from otaro.tokenizer import load_tokenizer, render_chat
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "engine.md"
@@ -28,7 +28,7 @@ def engine(packed_llama: Path) -> Engine:
 def test_a_text_is_answered_as_its_tokens_are(engine: Engine, packed_llama: Path) -> None:
     tokenizer = load_tokenizer(packed_llama)
     for raw in (False, True):
-        ids = prompt_tokens(tokenizer, "hello", raw=raw)[0].tolist()
+        ids = prompt_tokens(tokenizer, "hello", raw=raw)
         pieces: list[str] = []
         result = engine.generate("hello", raw=raw, max_new_tokens=9, on_text=pieces.append)
         assert result.text == "".join(pieces) == generate(engine, tokenizer, ids, max_new_tokens=9).text
@@ -49,7 +49,7 @@ def test_a_conversation_is_answered_in_the_model_s_template(engine: Engine, pack
 
 def test_without_a_number_of_tokens_an_answer_takes_what_room_there_is(packed_llama: Path) -> None:
     engine = Engine(packed_llama, threads=1)
-    room = engine.context - len(prompt_tokens(engine.tokenizer, "hello", raw=True)[0])
+    room = engine.context - len(prompt_tokens(engine.tokenizer, "hello", raw=True))
     assert room < 256
     assert engine.generate("hello", raw=True).tokens <= room
     with pytest.raises(OtaroError, match="do not fit the context"):

@@ -22,8 +22,7 @@ from otaro.checkpoint.writer import new_content
 from otaro.cli import main
 from otaro.console import given_text, terminal_text
 from otaro.errors import OtaroError
-from otaro.generate import continue_tokens
-from otaro.generate import generate as generate_text
+from otaro.generation.transformers import continue_tokens
 from otaro.partial import new_folder
 from otaro.tokenizer import TemplateError, encode, load_tokenizer, render_chat, template, write_chat
 from otaro.tokenizer.files import check_described, is_quick
@@ -273,7 +272,7 @@ def test_what_a_caller_raises_comes_out_as_it_is(packed_llama: Path) -> None:
 
     model, tokenizer = otaro.load(packed_llama), load_tokenizer(packed_llama)
     with pytest.raises(Stopped):
-        generate_text(model, tokenizer, "hello", max_new_tokens=40, on_text=stop)
+        continue_tokens(model, tokenizer, torch.tensor([[5]]), max_new_tokens=40, settings={}, on_text=stop)
     with pytest.raises(OtaroError, match="transformers cannot go on from this prompt"):
         continue_tokens(model, tokenizer, torch.tensor([[5]]), max_new_tokens=2, settings={"num_beams": 0})
 

@@ -42,6 +42,16 @@ def test_command_line_starts_without_torch() -> None:
     assert out.splitlines()[-1] == "False"
 
 
+def test_the_engine_knows_nothing_of_transformers() -> None:
+    assert run_python("import sys, otaro.generation.runner; print('transformers' in sys.modules)") == "False"
+    assert not any(
+        "otaro.generation" in other
+        for name in MODULES
+        if name.startswith("otaro.engine")
+        for other in imported(MODULES[name], for_types=True)
+    )
+
+
 @pytest.mark.parametrize("command", ["info", "verify"])
 def test_looking_into_a_folder_needs_torch_alone(packed_llama: Path, command: str) -> None:
     heavy = ("transformers", "huggingface_hub", "torch._dynamo", "triton", "scipy")

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 import otaro
-from otaro.generate import generate
+from otaro.engine.sampling import Sampling
+from otaro.generation.request import Request
+from otaro.generation.transformers import TransformersRunner
 from otaro.precision import Precision
+from otaro.text import prompt_tokens
 from otaro.tokenizer import load_tokenizer
 
 
@@ -22,9 +25,10 @@ def test_it_halves_and_still_answers(tmp_path: Path) -> None:
     assert info.bits_per_weight(Precision.E5M4) == pytest.approx(5 + 8 / 64, abs=1e-3)
     assert info.clamped_groups == 0
 
-    model, tokenizer = otaro.load(folder), load_tokenizer(folder)
+    runner = TransformersRunner(otaro.load(folder), load_tokenizer(folder))
+    prompt = prompt_tokens(runner.tokenizer, "What is the capital of Japan?")
     for precision in (Precision.E5M8, Precision.E5M3):
-        with model.at_precision(precision):
-            answer = generate(model, tokenizer, "What is the capital of Japan?", max_new_tokens=12)
+        runner.precision = precision
+        answer = runner.generate(prompt, Request(12, Sampling()))
         assert "Tokyo" in answer.text
         assert answer.precision is precision

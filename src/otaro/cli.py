@@ -30,9 +30,9 @@ from otaro.console import (
     size_text,
     tolerate_any_text,
 )
-from otaro.engine.command import CHAT_EXAMPLE, GENERATE_EXAMPLE, chat, generate
 from otaro.errors import OtaroError, printable
 from otaro.evaluate import command as evaluate_command
+from otaro.generation.command import CHAT_EXAMPLE, GENERATE_EXAMPLE, chat, generate
 from otaro.precision import EMBEDDING_FLOOR, WIDEST, Precision
 from otaro.tune.command import EXAMPLE, tune
 

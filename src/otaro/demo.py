@@ -17,12 +17,13 @@ from rich.markup import escape
 
 import otaro
 from otaro.console import answer_writer, note, progress_bar, results, size_text
-from otaro.engine.runner import Request, open_runner
 from otaro.engine.sampling import Sampling
 from otaro.evaluate import report
 from otaro.evaluate.perplexity import perplexity_at_widths, text_tokens
-from otaro.generate import prompt_tokens
+from otaro.generation.request import Request
+from otaro.generation.runner import open_runner
 from otaro.precision import NARROWEST, WIDEST, Precision
+from otaro.text import prompt_tokens
 from otaro.tokenizer import load_tokenizer
 
 MODEL = "smollm2"
@@ -134,7 +135,7 @@ def _tune(out: Path, text: Path) -> None:
 def _answer(folder: Path) -> dict[Precision, float]:
     """Answer the prompt at the widest and the narrowest width, and measure the speed of all."""
     runner = open_runner(folder, WIDEST, remark=note)
-    prompt = prompt_tokens(runner.tokenizer, PROMPT)[0].tolist()
+    prompt = prompt_tokens(runner.tokenizer, PROMPT)
     writer = answer_writer()
     for precision in (WIDEST, NARROWEST):
         runner.precision = precision

@@ -16,9 +16,9 @@ from typing import Any
 from otaro.engine.engine import Engine
 from otaro.engine.text import end_tokens
 from otaro.errors import OtaroError
-from otaro.generate import prompt_tokens
 from otaro.precision import NARROWEST, Precision
 from otaro.progress import Progress
+from otaro.text import prompt_tokens
 
 QUESTIONS = (
     "Why is the sky blue?",
@@ -61,7 +61,7 @@ def measure_speculation(
     for place, (text, prompts, raw) in enumerate((("answers", QUESTIONS, False), ("prose", SENTENCES, True))):
         if progress is not None:
             progress("measuring speculation", place, 2)
-        ids = [prompt_tokens(tokenizer, prompt, raw=raw)[0].tolist() for prompt in prompts]
+        ids = [prompt_tokens(tokenizer, prompt, raw=raw) for prompt in prompts]
         rows.append(_measure(engine, text, ids, end_tokens(engine, tokenizer), new_tokens, rounds))
     return rows
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from otaro.checkpoint.folder import PackedFolder
 from otaro.engine.shape import MatrixRole, Shape, VectorRole
-from otaro.errors import FormatError, Sentence
+from otaro.errors import FormatError, OtaroError, Sentence
 from otaro.model_config import MOST_LAYERS
+from otaro.ops import cpu
+
+T = TypeVar("T")
 
 MOST_HEAD_DIMENSION, MOST_ROWS = 1024, 2**31 - 1
 LAYER_NUMBER = re.compile("0|[1-9][0-9]{0,3}")
@@ -59,6 +64,27 @@ STATED: dict[str, tuple[type, ...]] = {
 
 class UnsupportedError(Sentence):
     """Why the native engine does not run a model; the transformers path does."""
+
+
+def open_native(
+    folder: Path, backend: str, other: str, make: Callable[[], T], remark: Callable[[str], None]
+) -> T | None:
+    """What `make` makes with the native engine, or None if `backend` is the other one, or the engine cannot.
+
+    Then `remark` is told why; asked for the engine and nothing else, it is an error.
+    """
+    if backend == other:
+        return None
+    reason = cpu.available()
+    if reason is None:
+        try:
+            return make()
+        except UnsupportedError as error:
+            reason = str(error)
+    if backend == "native":
+        raise OtaroError(f"{folder} does not run natively: {reason}")
+    remark(f"{folder} runs through {other}: {reason}")
+    return None
 
 
 def matrix_place(name: str) -> tuple[int, MatrixRole] | None:

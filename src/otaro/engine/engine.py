@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy
 
@@ -37,13 +37,13 @@ from otaro.engine.speculation import (
     Repetition,
     Rests,
 )
+from otaro.engine.text import generate as generate_text
 from otaro.engine.weights import Weights
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.precision import NARROWEST, Precision, join
 from otaro.progress import Progress
-
-if TYPE_CHECKING:
-    from otaro.generate import GenerationResult
+from otaro.text import GenerationResult, check_room, prompt_tokens
+from otaro.tokenizer import load_tokenizer, render_chat
 
 DEFAULT_CONTEXT = 8192
 FLOAT16 = "float16"
@@ -179,8 +179,6 @@ class Engine:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's own tokenizer, loaded from the folder when it is first asked for."""
-        from otaro.tokenizer import load_tokenizer
-
         return load_tokenizer(self.weights.folder.path)
 
     def generate(self, prompt: str, *, raw: bool = False, **settings: Unpack[TextSettings]) -> GenerationResult:
@@ -189,26 +187,20 @@ class Engine:
         With `raw` the text goes on as it stands. `on_text` is called with each piece of the answer as soon as it is
         settled; the other settings are in `TextSettings`.
         """
-        from otaro.engine import text
-        from otaro.generate import prompt_tokens
-
         if not isinstance(prompt, str):
             raise OtaroError(f"the prompt is {shown(prompt)}, not text: use tokens for the ids of tokens")
-        ids = prompt_tokens(self.tokenizer, prompt, raw=raw)[0].tolist()
-        return text.generate(self, self.tokenizer, ids, **settings)
+        ids = prompt_tokens(self.tokenizer, prompt, raw=raw)
+        return generate_text(self, self.tokenizer, ids, **settings)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **settings: Unpack[TextSettings]) -> GenerationResult:
         """The next answer in a conversation, ``[{"role": "user", "content": "…"}]``, the latest message last.
 
         With `reuse` only what is new in it is run, where the conversation before was the engine's latest text.
         """
-        from otaro.engine import text
-        from otaro.tokenizer import render_chat
-
         listed = isinstance(messages, Sequence) and all(isinstance(entry, Mapping) for entry in messages)
         if not listed or not messages:
             raise OtaroError('messages are a list such as [{"role": "user", "content": "…"}]; use generate for a text')
-        return text.generate(self, self.tokenizer, render_chat(self.tokenizer, messages), **settings)
+        return generate_text(self, self.tokenizer, render_chat(self.tokenizer, messages), **settings)
 
     def tokens(
         self,
@@ -362,11 +354,7 @@ class Engine:
     def _check_prompt(self, prompt: Sequence[int], new: int) -> None:
         if len(prompt) == 0:
             raise OtaroError("the prompt has no tokens: give some text to go on from")
-        if len(prompt) + new > self.context:
-            raise OtaroError(
-                f"{len(prompt)} tokens of prompt and {new} new ones do not fit the context of {self.context}: "
-                "shorten the prompt or ask for fewer"
-            )
+        check_room(len(prompt), new, self.context)
 
 
 def parse_cache(name: Precision | str) -> Precision | None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from otaro import text
 from otaro.engine.sampling import Sampling
-from otaro.generate import GenerationResult, TextStream, fitting
 from otaro.precision import Precision
+from otaro.text import GenerationResult, TextStream, fitting
 
 if TYPE_CHECKING:
     from otaro.engine.engine import Engine
@@ -91,6 +92,4 @@ def generate(
 
 def end_tokens(engine: Engine, tokenizer: Any) -> list[int]:
     """What ends an answer: the model's own end tokens, and the tokenizer's."""
-    configured = [engine.weights.config.eos_token_id, engine.weights.generation.get("eos_token_id")]
-    tokens = [token for entry in configured for token in (entry if isinstance(entry, list) else [entry])]
-    return list(dict.fromkeys(token for token in [*tokens, tokenizer.eos_token_id] if type(token) is int))
+    return text.end_tokens(tokenizer, engine.weights.config.eos_token_id, engine.weights.generation.get("eos_token_id"))

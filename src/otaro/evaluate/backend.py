@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from otaro import convert
+from otaro.engine.architecture import open_native
 from otaro.engine.engine import usable_cores
 from otaro.engine.native import Session
-from otaro.engine.runner import open_native
 from otaro.engine.weights import Weights
 from otaro.errors import OtaroError
 from otaro.evaluate.perplexity import POSITIONS_PER_SLICE

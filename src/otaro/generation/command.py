@@ -24,7 +24,7 @@ from otaro.precision import Precision
 
 if TYPE_CHECKING:
     from otaro.engine.budget import Estimate
-    from otaro.engine.runner import Request, Runner
+    from otaro.generation.request import Request, Runner
 
 GENERATE_EXAMPLE = "Example: echo 'Why is the sky blue?' | otaro generate smollm2-packed --precision E5M4 > answer.txt"
 CHAT_EXAMPLE = "Example: otaro chat smollm2-packed --precision E5M4"
@@ -125,18 +125,18 @@ def generate(
     width = None if precision is None else Precision(precision)
     text = read_prompt(prompt)
     stop = [given_text(text, "a stop string") for text in stop or ()]
-    from otaro.generate import prompt_tokens
+    from otaro.text import prompt_tokens
 
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     request = _request(max_new_tokens, GENERATE_TOKENS, sampling, prefill, draft, stop)
     if memory is None:
         runner = _open(folder, _widest(width, request), backend, threads, context, kv_cache, progressive)
-        ids = prompt_tokens(runner.tokenizer, text, raw=raw)[0].tolist()
+        ids = prompt_tokens(runner.tokenizer, text, raw=raw)
     else:
         from otaro.tokenizer.template import end_worker
 
         estimate, tokenizer = _estimate(folder, backend, threads, kv_cache, progressive)
-        ids = prompt_tokens(tokenizer, text, raw=raw)[0].tolist()
+        ids = prompt_tokens(tokenizer, text, raw=raw)
         end_worker()
         whole = len(ids) + request.max_new_tokens
         fewest = len(ids) + 1 if request.at_most else whole
@@ -202,7 +202,7 @@ def chat(
     runner = _open(folder, loaded, backend, threads, context, kv_cache, progressive, tokenizer)
     if width is not None:
         runner.precision = width
-    from otaro.engine.chat import Conversation
+    from otaro.generation.chat import Conversation
 
     conversation = Conversation(runner, request, system, progressive=progressive)
     note(
@@ -222,8 +222,8 @@ def _request(
     reuse: bool = False,
 ) -> Request:
     """What is asked for; `sampling` are the fields of `Sampling`, which is imported only when it is needed."""
-    from otaro.engine.runner import Request
     from otaro.engine.sampling import Sampling
+    from otaro.generation.request import Request
 
     return Request(
         default if max_new_tokens is None else max_new_tokens,
@@ -298,7 +298,7 @@ def _open(
     progressive: bool,
     tokenizer: Any = None,
 ) -> Runner:
-    from otaro.engine.runner import open_runner
+    from otaro.generation.runner import open_runner
 
     with progress_bar() as progress:
         return open_runner(

@@ -30,7 +30,7 @@ from otaro.precision import Precision, join
 from otaro.tokenizer import render_chat
 
 if TYPE_CHECKING:
-    from otaro.engine.runner import Request, Runner
+    from otaro.generation.request import Request, Runner
 
 Message = dict[str, str]
 
