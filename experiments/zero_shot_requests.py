@@ -17,9 +17,9 @@ import numpy as np
 from lm_eval.models.huggingface import HFLM
 
 from otaro.evaluate.documents import TASKS
-from otaro.evaluate.model import source_tokenizer
 from otaro.evaluate.tasks import evaluate_task, load_tasks, parse_tasks, quiet_lm_eval
 from otaro.sources import open_source
+from otaro.sources.loading import source_tokenizer
 
 
 class Recorder(HFLM):

@@ -21,11 +21,11 @@ from otaro import demo
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.sources import open_source
+from otaro.sources.loading import load_model
 from otaro.tune import report
 from otaro.tune.callbacks import losses_by_width
 from otaro.tune.command import measure_before
 from otaro.tune.data import load_blocks
-from otaro.tune.model import load_model
 from otaro.tune.resume import checkpoints, last_complete
 from otaro.tune.writing import writing
 

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -198,15 +198,6 @@ def demo(
     from otaro.demo import run
 
     run(out, keep=keep)
-
-
-def load_model(folder: Path, precision: Precision | None) -> tuple[Any, Any]:
-    """The model at that precision and its tokenizer, with a progress bar."""
-    with progress_bar() as progress:
-        model = otaro.load(folder, precision, progress=progress)
-    from otaro.tokenizer import load_tokenizer
-
-    return model, load_tokenizer(folder)
 
 
 def show_info(packed: Info, as_json: bool) -> None:

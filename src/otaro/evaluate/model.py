@@ -6,9 +6,7 @@ which gives the very values the packed model would decode, and at no width at al
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
 from otaro import convert
 from otaro.checkpoint import PackedFolder
@@ -29,11 +25,11 @@ from otaro.evaluate.results import Width
 from otaro.json_file import read_json
 from otaro.precision import Precision, parse_precisions
 from otaro.progress import Progress
-from otaro.quiet import quiet
 from otaro.safetensors_file import tensor_bytes
 from otaro.sefp import Format
-from otaro.sources import Source, open_source
+from otaro.sources import Source, TensorSpec, open_source
 from otaro.sources.folder import EXTRAS
+from otaro.sources.loading import load_model, save_tokenizer
 from otaro.tokenizer import load_tokenizer
 
 
@@ -132,7 +128,7 @@ def _open_plain(
     layout = Layout(Format())
     weights = hashlib.sha256()
     with tempfile.TemporaryDirectory(prefix="otaro-tokenizer-") as extras:
-        tokenizer = _save_tokenizer(source, Path(extras))
+        tokenizer = save_tokenizer(source, Path(extras))
         model, scales = _load_plain(source, layout, device, weights.update, progress)
         convert.simulate(model, layout.format, layout.embedding_floor, scales)
         backend = TorchBackend(model)
@@ -150,18 +146,6 @@ def _open_plain(
         )
 
 
-def source_tokenizer(source: Source) -> Any:
-    """The tokenizer of a source, whatever form it has there."""
-    with tempfile.TemporaryDirectory(prefix="otaro-tokenizer-") as folder:
-        return _save_tokenizer(source, Path(folder))
-
-
-def _save_tokenizer(source: Source, folder: Path) -> Any:
-    source.save_extras(folder)
-    (folder / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
-    return load_tokenizer(folder, source.label)
-
-
 def _load_plain(
     source: Source,
     layout: Layout,
@@ -172,26 +156,18 @@ def _load_plain(
     """The source's model, in the type that a packed one would compute in, and the scales that came with its weights;
     `update` sees the bytes of every weight."""
     dtype = torch.float32 if device.type == "cpu" else getattr(torch, source.config["dtype"])
-    with quiet(), no_init_weights():
-        # Not made and then cast: what is computed from the config, such as rotary frequencies, stays in float32.
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(source.model.config), dtype=dtype)
-    state, scales = model.state_dict(), {}
-    targets = convert.find_targets(source.model, layout.embedding_floor)
-    with torch.no_grad():
-        for number, spec in enumerate(source.tensors, 1):
-            weight = source.read(spec)
-            update(spec.name.encode())
-            update(tensor_bytes(weight))
-            if spec.name in targets:
-                scale = source.scale(spec, weight, targets[spec.name].shape, layout.format)
-                if scale is not None:
-                    update(tensor_bytes(scale))
-                    scales[spec.name] = scale.to(device)
-            state[spec.name].copy_(weight)
-            if progress is not None:
-                progress(f"reading {spec.name}", number, len(source.tensors))
-    model.tie_weights()
-    return model.to(device).eval(), scales
+    targets, scales = convert.find_targets(source.model, layout.embedding_floor), {}
+
+    def see(spec: TensorSpec, weight: Tensor) -> None:
+        update(spec.name.encode())
+        update(tensor_bytes(weight))
+        if spec.name in targets:
+            scale = source.scale(spec, weight, targets[spec.name].shape, layout.format)
+            if scale is not None:
+                update(tensor_bytes(scale))
+                scales[spec.name] = scale.to(device)
+
+    return load_model(source, progress, dtype, see).to(device).eval(), scales
 
 
 def _costs(source: Source, layout: Layout, widths: Sequence[Precision]) -> dict[Width, Cost]:

@@ -265,14 +265,14 @@ def run(
     """Tune, measure and write; `args` says where checkpoints go."""
     from transformers import EarlyStoppingCallback
 
-    from otaro.evaluate.model import source_tokenizer
     from otaro.json_file import write_json
     from otaro.model_config import check_tokens, context_length
     from otaro.sources import open_source
+    from otaro.sources.loading import load_model, source_tokenizer
     from otaro.tune import report
     from otaro.tune.callbacks import LOG_NAME, read_log
     from otaro.tune.data import load_blocks, make_collator, text_blocks
-    from otaro.tune.model import add_adapters, load_model, merge_adapters, save_model
+    from otaro.tune.model import add_adapters, merge_adapters, save_model
     from otaro.tune.resume import how_to_go_on, last_complete
     from otaro.tune.tiers import without_tiers
     from otaro.tune.trainer import OtaroTrainer

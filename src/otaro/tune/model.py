@@ -1,4 +1,4 @@
-"""The model to be tuned: read from any source, given adapters if asked, written back as a Hugging Face folder."""
+"""The model to be tuned: given adapters if asked, written back as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,32 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.initialization import no_init_weights
 
 from otaro import convert
 from otaro.errors import OtaroError
 from otaro.nn import FakeSefp
 from otaro.partial import new_folder
 from otaro.precision import Precision
-from otaro.progress import Progress
 from otaro.quiet import quiet
 from otaro.sefp import Format
 from otaro.sources import Source
 from otaro.sources.scales import save_scales
-
-
-def load_model(source: Source, progress: Progress | None = None) -> Any:
-    """The source's model in memory, in float32, whatever its files hold: small updates vanish in fewer bits."""
-    with quiet(), no_init_weights():
-        model = type(source.model)(source.model.config).float()
-    state = model.state_dict()
-    with torch.no_grad():
-        for number, spec in enumerate(source.tensors, 1):
-            state[spec.name].copy_(source.read(spec))
-            if progress is not None:
-                progress(f"reading {spec.name}", number, len(source.tensors))
-    model.tie_weights()
-    return model
 
 
 def add_adapters(
