@@ -172,6 +172,18 @@ def test_rotary_embeddings_are_refused_where_they_would_be_lost(packed_llama: Pa
         exported(config, packed_llama, tmp_path)
 
 
+@pytest.mark.parametrize("settings", [{"max_position_embeddings": 2**32}, {"rope_theta": 1e39}], ids=str)
+def test_numbers_that_do_not_fit_the_metadata_are_refused(
+    packed_llama: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    config = architectures.config("llama")
+    config.rope_parameters["rope_theta"] = settings.get("rope_theta", 10000.0)
+    config.max_position_embeddings = settings.get("max_position_embeddings", 64)
+    with pytest.raises(OtaroError, match="has a number too large for GGUF's metadata"):
+        exported(config, packed_llama, tmp_path)
+    assert not (tmp_path / "twin.gguf").exists()
+
+
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 

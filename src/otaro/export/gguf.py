@@ -6,6 +6,7 @@ A twin is written a tensor at a time, after the description of all of them: memo
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,12 @@ def _write(
             size += _announce(writer, f"{name}.weight", entry.shape, kind)
     check_room(out, size)
     writer.write_header_to_file()
-    writer.write_kv_data_to_file()
+    try:
+        writer.write_kv_data_to_file()
+    except (struct.error, OverflowError) as error:
+        raise OtaroError(
+            f"{packed.path} cannot be exported: its config or tokenizer has a number too large for GGUF's metadata"
+        ) from error
     writer.write_ti_data_to_file()
     if factors is not None:
         writer.write_tensor_data(factors)
