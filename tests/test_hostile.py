@@ -279,7 +279,8 @@ def test_what_a_caller_raises_comes_out_as_it_is(packed_llama: Path) -> None:
 
 def test_texts_that_become_longer_and_longer_are_refused() -> None:
     double = {"type": "Replace", "pattern": {"Regex": "(?:a|b)"}, "content": "aa"}
-    for steps in ([double] * 30, [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 200}]):
+    long = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 200}
+    for steps in ([double] * 30, [long], [{"type": "ByteLevel"}] * 30):
         for part in ({"normalizer": {"type": "Sequence", "normalizers": steps}}, {"decoder": {"decoders": steps}}):
             with pytest.raises(ValueError, match="times longer"):
                 check_described(part)

@@ -136,6 +136,8 @@ def _growth(step: dict[str, Any]) -> float:
             return max(1.0, _longest_replacement(base64.b64decode(encoded)))
         case {"type": "NFKC" | "NFKD"}:
             return 18
+        case {"type": "ByteLevel"}:  # each byte becomes a letter, of two bytes for every second one
+            return 2
     return 1
 
 
