@@ -21,7 +21,7 @@ from typing import IO, Any
 from otaro.errors import OtaroError
 
 WORKER = Path(__file__).with_name("worker.py")
-SECONDS = 2.0
+SECONDS = 1.0
 """Processor time of one conversation, which takes milliseconds."""
 WALL_SECONDS = 10.0
 """The same by the clock, for a busy machine and for systems that do not count processor time for us."""
@@ -145,7 +145,7 @@ def _sentence(kind: str, message: str) -> str:
         "recursion": "the model's chat template calls itself without end, or is nested too deeply",
         "memory": "the model's chat template needs too much memory",
         "length": "the model's chat template writes far more than the conversation holds",
-        "time": f"the model's chat template did not come to an end within {SECONDS:.0f} seconds",
+        "time": f"the model's chat template did not come to an end within {SECONDS:.0f} second",
         "crash": "the model's chat template needs too much memory, or is nested too deeply",
         "failure": f"the model's chat template fails on this conversation: {message}",
     }
