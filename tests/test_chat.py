@@ -65,6 +65,10 @@ class EchoRunner:
             on_text(piece.format(len(self.prompts)))
         return GenerationResult("", 2, 1.0, 2.0, 0.1, self.precision, {self.precision: 2})
 
+    @property
+    def width(self) -> Precision:
+        return self.precision
+
     def check_loading(self) -> None:
         pass
 

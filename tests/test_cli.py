@@ -223,7 +223,7 @@ def test_generate_as_json_says_what_the_text_says(run: Any, packed_llama: Path) 
     arguments = ("generate", packed_llama, "--prompt", "hello", "--max-new-tokens", "5", "--raw")
     result = json.loads(run(*arguments, "--json").out)
     assert result["text"] + "\n" == run(*arguments).out
-    assert result["precision"] == "E5M8"
+    assert result["width"] == "E5M8"
     assert 1 <= result["tokens"] <= 5
     assert 0 < result["first_token_seconds"] <= result["seconds"]
     assert result["tokens_per_second"] > 0

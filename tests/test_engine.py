@@ -338,7 +338,7 @@ def test_wider_planes_join_while_it_runs(folder: Path, tmp_path: Path) -> None:
     engine = Engine(folder, threads=1, progressive=True)
     assert list(engine.tokens(PROMPT, max_new_tokens=8))
     engine.finish_loading()
-    assert engine.precision == Precision.E5M8
+    assert engine.width == Precision.E5M8
     assert numpy.array_equal(engine.logits(PROMPT), Engine(folder, threads=1).logits(PROMPT))
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
@@ -347,7 +347,7 @@ def test_wider_planes_join_while_it_runs(folder: Path, tmp_path: Path) -> None:
     engine = Engine(broken, threads=1, progressive=True)
     with pytest.raises(OtaroError, match="model-m6"):
         engine.finish_loading()
-    assert engine.precision == Precision.E5M5
+    assert engine.width == Precision.E5M5
 
 
 def test_planes_may_go_between_two_tokens(engine: Engine, folder: Path) -> None:
@@ -555,7 +555,7 @@ def test_generated_text_is_streamed_and_counted(engine: Engine) -> None:
     pieces: list[str] = []
     result = generate(engine, Bytes(), PROMPT, max_new_tokens=9, on_text=pieces.append)
     assert "".join(pieces) == result.text
-    assert result.precision == Precision.E5M5
+    assert result.width == Precision.E5M5
     assert 0 < result.tokens <= 9
     with pytest.raises(OtaroError, match="stop string is empty"):
         generate(engine, Bytes(), PROMPT, max_new_tokens=9, stop=[""])

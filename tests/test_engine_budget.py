@@ -61,7 +61,7 @@ def test_memory_that_lacks_shortens_the_text_and_what_is_left_lengthens_it(
         limit = estimate.of(precision, context).total
         found = estimate.fit(limit, **{"wanted": 64, "fewest": 16, "most": 128, **named})
         assert found.total <= limit
-        return found.precision, found.context
+        return found.loaded, found.context
 
     assert fit(Precision.E5M8, 128) == (Precision.E5M8, 128)
     assert fit(Precision.E5M8, 96) == (Precision.E5M8, 96)

@@ -86,14 +86,14 @@ def memory_at(folder: Path, precision: str) -> int:
 
 def test_a_text_begins_at_the_first_width_and_goes_on_with_wider_ones(folder: Path, gate: Gate) -> None:
     engine = Engine(folder, threads=1, progressive=True)
-    assert engine.precision == Precision.E5M3
+    assert engine.width == Precision.E5M3
     tokens = engine.tokens(PROMPT, max_new_tokens=6)
     found, widths = [], []
     for width in ("E5M4", "E5M5", "E5M6", "E5M7", "E5M8"):
         found.append(next(tokens))
         widths.append(engine.used)
         gate.open(width)
-        wait_until(lambda width=width: engine.precision == Precision(width))  # type: ignore[misc]
+        wait_until(lambda width=width: engine.width == Precision(width))  # type: ignore[misc]
     found.append(next(tokens))
     widths.append(engine.used)
     assert widths == sorted(Precision)
@@ -112,13 +112,13 @@ def test_a_text_begins_at_the_first_width_and_goes_on_with_wider_ones(folder: Pa
 def test_a_width_that_is_still_coming_can_be_asked_for(folder: Path, gate: Gate) -> None:
     engine = Engine(folder, threads=1, progressive=True)
     engine.precision = Precision.E5M5
-    assert engine.precision == Precision.E5M3
+    assert (engine.precision, engine.width) == (Precision.E5M5, Precision.E5M3)
     assert list(engine.tokens(PROMPT, max_new_tokens=3, prefill="E5M8", draft="E5M4"))
     gate.open()
     engine.finish_loading()
-    assert engine.precision == Precision.E5M5
+    assert engine.width == Precision.E5M5
     engine.precision = Precision.E5M3
-    assert engine.precision == Precision.E5M3
+    assert engine.width == Precision.E5M3
     partial = Engine(folder, "E5M5", threads=1, progressive=True)
     with pytest.raises(PrecisionError, match="E5M6 is not loaded"):
         partial.precision = Precision.E5M6
@@ -134,7 +134,7 @@ def test_dropping_stops_what_is_being_loaded(folder: Path, gate: Gate) -> None:
     gate.open()
     dropping.join()
     engine.finish_loading()
-    assert engine.precision == Precision.E5M4
+    assert engine.width == Precision.E5M4
     assert engine.memory["weights"] == memory_at(folder, "E5M4")
     with pytest.raises(PrecisionError, match="E5M5 is not loaded"):
         engine.precision = Precision.E5M5
@@ -149,9 +149,9 @@ def test_raising_waits_for_what_is_being_loaded_and_takes_over(folder: Path, gat
     raising.start()
     gate.open()
     raising.join()
-    assert engine.precision == Precision.E5M6
+    assert engine.width == Precision.E5M6
     engine.finish_loading()
-    assert engine.precision == Precision.E5M6
+    assert engine.width == Precision.E5M6
     assert engine.memory["weights"] == memory_at(folder, "E5M8")
     assert numpy.array_equal(engine.logits(PROMPT), Engine(folder, threads=1).logits(PROMPT, "E5M6"))
 
@@ -219,7 +219,7 @@ def test_closing_stops_the_background(folder: Path, gate: Gate) -> None:
     wait_until(lambda: engine._live._limit == NARROWEST)
     gate.open()
     closing.join()
-    assert engine.precision == Precision.E5M3
+    assert engine.width == Precision.E5M3
     assert engine.memory["weights"] == memory_at(folder, "E5M3")
     engine.close()
     assert len(list(engine.tokens(PROMPT, max_new_tokens=2))) == 2
@@ -261,11 +261,11 @@ def test_a_file_cut_before_or_while_it_is_read_is_said_and_the_rest_goes_on(
     with pytest.raises(FormatError, match="model-m6.safetensors is truncated"):
         engine.finish_loading()
     engine.finish_loading()  # said once
-    assert engine.precision == Precision.E5M5
+    assert engine.width == Precision.E5M5
     assert engine.memory["weights"] == memory_at(folder, "E5M5")
     with pytest.raises(FormatError, match="model-m6.safetensors is truncated"):
         engine.raise_to("E5M8")
-    assert engine.precision == Precision.E5M5
+    assert engine.width == Precision.E5M5
 
     # Whole when it was opened, cut when it is read.
     broken = tmp_path / "while"

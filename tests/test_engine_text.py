@@ -33,7 +33,7 @@ def test_a_text_is_answered_as_its_tokens_are(engine: Engine, packed_llama: Path
         result = engine.generate("hello", raw=raw, max_new_tokens=9, on_text=pieces.append)
         assert result.text == "".join(pieces) == generate(engine, tokenizer, ids, max_new_tokens=9).text
         assert 0 < result.tokens <= 9
-        assert result.precision == Precision.E5M8
+        assert result.width == Precision.E5M8
 
 
 def test_a_conversation_is_answered_in_the_model_s_template(engine: Engine, packed_llama: Path) -> None:

@@ -138,7 +138,7 @@ def test_what_came_before_an_altered_file_goes_on(packed_llama: Path, tmp_path: 
     with pytest.raises(FormatError, match=f"{FILES[3]} was altered"):
         raising.raise_to("E5M8")
     whole = Engine(packed_llama, "E5M5", threads=1)
-    assert loading.precision == Precision.E5M5
+    assert loading.width == Precision.E5M5
     assert loading.memory["weights"] == raising.memory["weights"] == whole.memory["weights"]
     assert (loading.logits([1, 2, 3]) == whole.logits([1, 2, 3])).all()
     assert raising.precision == Precision.E5M4

@@ -31,4 +31,4 @@ def test_it_halves_and_still_answers(tmp_path: Path) -> None:
         runner.precision = precision
         answer = runner.generate(prompt, Request(12, Sampling()))
         assert "Tokyo" in answer.text
-        assert answer.precision is precision
+        assert answer.width is precision

@@ -112,7 +112,7 @@ def test_packing_and_unpacking_changes_nothing(weight: Tensor, format: Format, p
     found, expected = packing.unpack(prefix, weight.shape[-1], precision, format), sefp.truncate(codes, precision)
     assert torch.equal(found.code, expected.code)
     assert torch.equal(found.scale, expected.scale)
-    assert packing.Planes.from_named(planes.up_to(precision).named()).precision == precision
+    assert packing.Planes.from_named(planes.up_to(precision).named()).stored == precision
 
 
 @PROPERTY

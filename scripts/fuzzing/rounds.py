@@ -115,7 +115,7 @@ def run_prompt(engine: Any, chance: random.Random) -> None:
         return chance.choice((None, *WIDTHS))
 
     names = ("model.embed_tokens", "model.layers.*", "model.layers.0", "lm_head", "*", "nothing", "[")
-    overrides = {chance.choice(names): engine.weights.precision} if chance.random() < 0.2 else None
+    overrides = {chance.choice(names): engine.weights.loaded} if chance.random() < 0.2 else None
     tokens = engine.tokens(
         odd_prompt(chance),
         max_new_tokens=chance.choice((1, 2, 5, 9, 9, MOST, 0, -1, 10**20)),

@@ -151,7 +151,6 @@ def tie(model: nn.Module, targets: Mapping[str, Target]) -> None:
             source = cast(SefpWeight, model.get_submodule(targets[source_name].name))
             target = Target(name.removesuffix(".weight"), name, "linear", source.shape, source.floor)
             layer = packed_layer(model, target, source.format, source.stored, tied_to=source)
-            layer._precision = source._precision
             replace(model, target, layer)
             del tied[name]
 
@@ -215,7 +214,7 @@ def pack(model: nn.Module, format: Format, embedding_floor: Precision = EMBEDDIN
         clamped += int(counts.sum())
         layer = packed_layer(model, target, format, NARROWEST)
         layer.load(planes)
-        layer._precision = WIDEST
+        layer.precision = WIDEST
         replace(model, target, layer)
     tie(model, targets)
     return clamped

@@ -198,13 +198,13 @@ class SefpModel:
     ) -> Iterator[None]:
         """Switch for a block of code, then back to how every layer was before."""
         layers = cast(dict[str, SefpWeight], convert.sefp_layers(cast(Any, self)))
-        before, own = {name: layer._precision for name, layer in layers.items()}, self.precision
+        before, own = {name: layer.precision for name, layer in layers.items()}, self.precision
         self.set_precision(precision, overrides)
         try:
             yield
         finally:
             for name, layer in layers.items():
-                layer._precision = before[name]
+                layer.precision = before[name]
             self.__dict__["_sefp_precision"] = own
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:

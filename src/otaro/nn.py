@@ -29,7 +29,7 @@ from otaro.sefp import Format, Tiers
 
 
 class SefpWeight(nn.Module):
-    """One tensor in SEFP, decoded at `precision` when it is used.
+    """One tensor in SEFP, decoded when it is used: at `width`, which is the `precision` asked for or the floor.
 
     `shape` is the tensor's own, groups running along its last dimension; `transposed` says that the model sees the last
     two dimensions swapped. `stored` is how many planes to declare; :meth:`attach` adds more. A weight `tied_to` another
@@ -58,7 +58,7 @@ class SefpWeight(nn.Module):
         self.format = format
         self.floor = floor
         self.transposed = transposed
-        self._precision = NARROWEST
+        self._precision = NARROWEST if tied_to is None else tied_to.precision
         # Follows .to(dtype), so that values are decoded in the type the model computes in.
         self.register_buffer("values_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         if tied_to is not None:
@@ -76,12 +76,12 @@ class SefpWeight(nn.Module):
     @property
     def stored(self) -> Precision:
         """The widest code whose bits are all here."""
-        return self.planes.precision
+        return self.planes.stored
 
     @property
     def precision(self) -> Precision:
-        """The width in use: the one asked for, or the floor."""
-        return max(self._precision, self.floor)
+        """The width asked for."""
+        return self._precision
 
     @precision.setter
     def precision(self, precision: Precision) -> None:
@@ -90,6 +90,11 @@ class SefpWeight(nn.Module):
                 f"precision {precision} is not loaded: load the model with precision={str(precision)!r} first"
             )
         self._precision = precision
+
+    @property
+    def width(self) -> Precision:
+        """The width in use: the one asked for, or the floor."""
+        return max(self._precision, self.floor)
 
     def load(self, planes: Planes) -> None:
         """Take over these planes, without a copy."""
@@ -101,10 +106,8 @@ class SefpWeight(nn.Module):
         self.register_buffer(BITS[bit], plane)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values at the current precision, shaped as the model sees them."""
-        values = ops.dequantize(
-            self.planes, self.shape[-1], self.precision, self.format, dtype or self.values_like.dtype
-        )
+        """The values at the width in use, shaped as the model sees them."""
+        values = ops.dequantize(self.planes, self.shape[-1], self.width, self.format, dtype or self.values_like.dtype)
         return values.transpose(-1, -2) if self.transposed else values
 
     def __getitem__(self, index: int | Tensor) -> Tensor:
@@ -113,11 +116,11 @@ class SefpWeight(nn.Module):
         rows = self.shape[-2]
         stack = Planes.from_named({name: plane.flatten(0, -2) for name, plane in planes.named().items()})
         ids = torch.arange(rows, device=planes.base.device) + index * rows
-        values = ops.embedding(ids, stack, self.shape[-1], self.precision, self.format, self.values_like.dtype)
+        values = ops.embedding(ids, stack, self.shape[-1], self.width, self.format, self.values_like.dtype)
         return values.transpose(-1, -2) if self.transposed else values
 
     def extra_repr(self) -> str:
-        return f"{list(self.shape)}, {self.format.scheme}, precision={self.precision}, stored={self.stored}"
+        return f"{list(self.shape)}, {self.format.scheme}, width={self.width}, stored={self.stored}"
 
 
 class SefpLinear(SefpWeight):
@@ -132,11 +135,11 @@ class SefpLinear(SefpWeight):
 
     @property
     def weight(self) -> Tensor:
-        """The weight at the current precision, decoded anew at each access."""
+        """The weight at the width in use, decoded anew at each access."""
         return self.dequantize()
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.planes, self.in_features, self.precision, self.format, self.bias)
+        return ops.linear(x, self.planes, self.in_features, self.width, self.format, self.bias)
 
 
 class SefpEmbedding(SefpWeight):
@@ -159,18 +162,16 @@ class SefpEmbedding(SefpWeight):
 
     @property
     def weight(self) -> Tensor:
-        """The whole table at the current precision, decoded anew at each access."""
+        """The whole table at the width in use, decoded anew at each access."""
         return self.dequantize()
 
     def forward(self, ids: Tensor) -> Tensor:
-        values = ops.embedding(
-            ids, self.planes, self.embedding_dim, self.precision, self.format, self.values_like.dtype
-        )
+        values = ops.embedding(ids, self.planes, self.embedding_dim, self.width, self.format, self.values_like.dtype)
         return values if self.scale is None else values * torch.tensor(self.scale, dtype=values.dtype)
 
 
 class FakeSefp(nn.Module):
-    """What the simulated layers share: the format, and the width in use (None: the weights as they are)."""
+    """What the simulated layers share: the format, and the precision asked for (None: the weights as they are)."""
 
     format: Format = Format()
     floor: Precision = NARROWEST

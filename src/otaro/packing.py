@@ -38,7 +38,7 @@ class Planes:
     scale: Tensor
 
     @property
-    def precision(self) -> Precision:
+    def stored(self) -> Precision:
         """The widest codes these planes hold."""
         return Precision.from_mantissa(NARROWEST.mantissa + len(self.bits))
 
@@ -94,8 +94,8 @@ def pack(codes: Codes) -> Planes:
 def unpack(planes: Planes, columns: int, precision: Precision, format: Format) -> Codes:
     """The codes at a width, from the planes that width needs."""
     stored = format.stored(precision)
-    if stored > planes.precision:
-        raise PrecisionError(f"precision {precision} needs the bits of {stored}, only {planes.precision} is here")
+    if stored > planes.stored:
+        raise PrecisionError(f"precision {precision} needs the bits of {stored}, only {planes.stored} is here")
     code = torch.stack((planes.base & 15, planes.base >> 4), -1).flatten(-2).to(torch.int16)
     for plane in planes.up_to(stored).bits:
         code = code << 1 | unpack_bits(plane)

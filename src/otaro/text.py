@@ -23,7 +23,7 @@ PROMPT_TAIL = 8
 class GenerationResult:
     """What came out and how fast; `tokens_per_second` counts from the first token on, without reading the prompt.
 
-    `precision` is the width at the end, `widths` how many tokens each width made, in the order they came into use.
+    `width` is the one in use at the end, `widths` how many tokens each width made, in the order they came into use.
     """
 
     text: str
@@ -31,19 +31,19 @@ class GenerationResult:
     seconds: float
     tokens_per_second: float
     first_token_seconds: float
-    precision: Precision
+    width: Precision
     widths: Mapping[Precision, int]
 
     @property
     def widths_text(self) -> str:
         """The width of an answer, or the tokens of each width if there were several."""
         if len(self.widths) < 2:
-            return str(self.precision)
+            return str(self.width)
         return ", ".join(f"{width} for {count}" for width, count in self.widths.items())
 
     def to_json(self) -> dict[str, Any]:
         widths = {str(width): count for width, count in self.widths.items()}
-        return {**asdict(self), "precision": str(self.precision), "widths": widths}
+        return {**asdict(self), "width": str(self.width), "widths": widths}
 
 
 class StopText:

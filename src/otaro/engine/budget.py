@@ -36,8 +36,8 @@ FLOAT = 4
 class Budget:
     """A width and a context, and the bytes that they take."""
 
-    precision: Precision
-    """The widest that is loaded."""
+    loaded: Precision
+    """The widest width that is."""
     context: int
     runtime: int
     weights: int
@@ -57,7 +57,7 @@ class Budget:
             "to work with": self.work,
         }
         listed = ", ".join(f"{_megabytes(size)} {name}" for name, size in named.items())
-        return f"{self.precision} and {self.context} tokens take {_megabytes(self.total)} MB: {listed}"
+        return f"{self.loaded} and {self.context} tokens take {_megabytes(self.total)} MB: {listed}"
 
 
 class Estimate:

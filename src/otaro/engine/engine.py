@@ -79,10 +79,10 @@ def usable_cores() -> int:
 
 
 class Engine:
-    """A packed folder ready to run. `precision` is the width in use; set it at any time, even between two tokens.
+    """A packed folder ready to run. `precision` is the width asked for; set it at any time, even between two tokens.
 
-    With `progressive` it is ready as soon as the narrowest width is in; wider planes join in the background, and the
-    width in use rises with them up to `precision`, or to what it is set to meanwhile.
+    With `progressive` it is ready as soon as the narrowest width is in; wider planes join in the background, and
+    `width`, the one in use, rises with them up to `precision`, or to what that is set to meanwhile.
 
     `context` is how many tokens a text may have, at most the model's own limit. One text runs at a time: a second
     caller waits until the first one's iterator has ended or is closed. Precision and planes may change meanwhile.
@@ -118,7 +118,7 @@ class Engine:
         self._text = threading.Lock()  # held while a text is run, between its tokens too
         self._text_thread: int | None = None
         self._live = LiveWeights(self.weights)
-        self.used = self.weights.precision
+        self.used = self.weights.loaded
         """The width that the latest tokens were run at."""
         # When the engine goes, and before the interpreter does: a thread must not outlive what it changes.
         self._closed = weakref.finalize(self, self._live.close)
@@ -135,8 +135,13 @@ class Engine:
     def precision(self, precision: Precision | str) -> None:
         self._live.precision = Precision(precision)
 
+    @property
+    def width(self) -> Precision:
+        """The width in use: `precision`, or the widest that is there by now."""
+        return self._live.width
+
     def drop_to(self, precision: Precision | str) -> None:
-        """Free the planes above a width, and stop loading them; the width in use follows if it was above."""
+        """Free the planes above a width, and stop loading them; `precision` follows if it was above."""
         self._live.drop_to(Precision(precision))
 
     def raise_to(self, precision: Precision | str) -> None:

@@ -26,21 +26,26 @@ class LiveWeights:
         self.weights = weights
         self.running = threading.RLock()
         self._changing = threading.Lock()
-        self._goal = weights.precision  # what was asked for; what is in use may still be narrower
-        self._limit = weights.precision  # how far planes are or will be there
+        self._asked = weights.loaded
+        self._limit = weights.loaded  # how far planes are or will be there
         self._loader: threading.Thread | None = None
         self._failure: Exception | None = None
 
     @property
     def precision(self) -> Precision:
-        """The width in use."""
-        return min(self._goal, self.weights.precision)
+        """The width asked for."""
+        return self._asked
 
     @precision.setter
     def precision(self, width: Precision) -> None:
         with self.running:
             self.check(width)
-            self._goal = width
+            self._asked = width
+
+    @property
+    def width(self) -> Precision:
+        """The width in use: the one asked for, or the widest that is there by now."""
+        return self.at(self._asked)
 
     def check(self, width: Precision) -> None:
         """An error if a width is neither there nor was to come."""
@@ -49,14 +54,14 @@ class LiveWeights:
 
     def at(self, width: Precision) -> Precision:
         """A width asked for, or where its planes are still to come or were dropped since the widest that is there."""
-        return min(width, self.weights.precision)
+        return min(width, self.weights.loaded)
 
     def drop_to(self, width: Precision) -> None:
         """Free the planes above a width, and let none of them come any more."""
         with self.running:
             self._limit = min(self._limit, width)  # before waiting for the background: it stops
         with self._changing, self.running:
-            self._limit, self._goal = min(self._limit, width), min(self._goal, width)
+            self._limit, self._asked = min(self._limit, width), min(self._asked, width)
             self.weights.drop_to(width)
 
     def raise_to(self, width: Precision) -> None:
@@ -66,13 +71,13 @@ class LiveWeights:
             for missing in self.weights.missing(width):
                 self.weights.add(missing, self.running)
             with self.running:
-                self._goal = width
+                self._asked = width
                 self._limit = max(self._limit, width)
 
     def load_in_background(self, width: Precision) -> None:
         """Read the planes up to a width while texts run; the width in use rises with them, unless it is set."""
         self.weights.folder.check_available(width)
-        self._goal = self._limit = width
+        self._asked = self._limit = width
         self._loader = threading.Thread(target=self._load, daemon=True)
         self._loader.start()
 

@@ -85,7 +85,7 @@ def generate(
         seconds=seconds,
         tokens_per_second=(count - 1) / (seconds - first) if count > 1 else count / seconds,
         first_token_seconds=first,
-        precision=engine.precision if width is None else width,
+        width=engine.width if width is None else width,
         widths=widths,
     )
 

@@ -37,9 +37,9 @@ class Weights:
     ) -> None:
         self.folder = PackedFolder(folder)
         widest = self.folder.precisions[0] if precision is None and self.folder.precisions else NARROWEST
-        self.precision = precision or widest
+        self.loaded = precision or widest
         """The widest precision that is loaded."""
-        self.folder.check_headers(self.precision)
+        self.folder.check_headers(self.loaded)
         self.config = read_config(self.folder)
         self.generation = _read_generation(folder)
         self.model = Model(read_shape(self.folder, self.config))
@@ -47,7 +47,7 @@ class Weights:
         self._matrices: dict[str, Matrix] = {}
         self._shapes = {entry.name: entry.shape for entry in self.folder.entries if entry.floor is not None}
         self._floors = {entry.name: entry.floor for entry in self.folder.entries if entry.floor is not None}
-        widths = self.folder.widths(self.precision)
+        widths = self.folder.widths(self.loaded)
         for number, width in enumerate(widths):
             if progress is not None:
                 progress(f"loading {width}", number, len(widths))
@@ -68,19 +68,19 @@ class Weights:
     @property
     def precisions(self) -> list[Precision]:
         """The widths that can be run now, the widest first."""
-        return [precision for precision in Precision if precision <= self.precision]
+        return [precision for precision in Precision if precision <= self.loaded]
 
     def drop_to(self, precision: Precision) -> None:
         """Free the planes above a width."""
         for name, matrix in self._matrices.items():
             kept = max(precision, self._floors[name])
-            for bit in range(kept.mantissa + 1, self.precision.mantissa + 1):
+            for bit in range(kept.mantissa + 1, self.loaded.mantissa + 1):
                 matrix.drop_bit(bit)
-        self.precision = min(self.precision, precision)
+        self.loaded = min(self.loaded, precision)
 
     def missing(self, precision: Precision) -> list[Precision]:
         """The widths to add, one after another, before a width can be run."""
-        return [width for width in self.folder.widths(precision) if width > self.precision]
+        return [width for width in self.folder.widths(precision) if width > self.loaded]
 
     def add(
         self,
@@ -100,7 +100,7 @@ class Weights:
                 raise FormatError(f"the planes of {width} cannot be read ({error}): fetch their file again") from error
             raise
         if complete:
-            self.precision = width
+            self.loaded = width
         else:
             self._drop_bit(width, lock)
         free_heap()
@@ -121,10 +121,10 @@ class Weights:
         floor = self._floors[EMBEDDING]
         head_floor = self._floors.get(HEAD, floor)
         chosen[EMBEDDING], chosen[HEAD] = max(chosen[EMBEDDING], floor), max(chosen[HEAD], head_floor)
-        loaded = {EMBEDDING: max(self.precision, floor), HEAD: max(self.precision, head_floor)}
-        missing = next((width for name, width in chosen.items() if width > loaded.get(name, self.precision)), None)
+        loaded = {EMBEDDING: max(self.loaded, floor), HEAD: max(self.loaded, head_floor)}
+        missing = next((width for name, width in chosen.items() if width > loaded.get(name, self.loaded)), None)
         if missing is not None:
-            raise PrecisionError(f"precision {missing} is not loaded: {self.precision} is the widest here")
+            raise PrecisionError(f"precision {missing} is not loaded: {self.loaded} is the widest here")
         return bytes(chosen[name].mantissa for name in names)
 
     def _load_first(self) -> None:

@@ -115,7 +115,7 @@ class Conversation:
     def _set_precision(self, name: str) -> None:
         if name:
             self._runner.precision = Precision(name)
-        note(f"now at {self._runner.precision}; there are {join(Precision)}")
+        note(f"now at {self._runner.width}; there are {join(Precision)}")
 
     def _set_system(self, text: str) -> None:
         if not text:

@@ -205,9 +205,7 @@ def chat(
     from otaro.generation.chat import Conversation
 
     conversation = Conversation(runner, request, system, progressive=progressive)
-    note(
-        f"{folder} at {runner.precision}, {size_text(runner.memory)}; /help lists the commands, Ctrl-C stops an answer"
-    )
+    note(f"{folder} at {runner.width}, {size_text(runner.memory)}; /help lists the commands, Ctrl-C stops an answer")
     conversation.run()
 
 
@@ -280,7 +278,7 @@ def _fit(
         most=sizes[2],
     )
     note(str(budget))
-    return budget.precision, budget.context
+    return budget.loaded, budget.context
 
 
 def _widest(width: Precision | None, request: Request) -> Precision | None:

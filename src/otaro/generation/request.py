@@ -40,6 +40,10 @@ class Runner(Protocol):
     def precision(self, precision: Precision) -> None: ...
 
     @property
+    def width(self) -> Precision:
+        """The width in use: `precision`, or what is loaded of it by now."""
+
+    @property
     def memory(self) -> int:
         """Bytes that the model takes."""
 

@@ -36,6 +36,10 @@ class NativeRunner:
         self.engine.precision = precision
 
     @property
+    def width(self) -> Precision:
+        return self.engine.width
+
+    @property
     def memory(self) -> int:
         memory = self.engine.memory
         return memory["weights"] + memory["cache"] + memory["work"]

@@ -45,6 +45,10 @@ class TransformersRunner:
         self.model.set_precision(precision)
 
     @property
+    def width(self) -> Precision:
+        return self.precision
+
+    @property
     def memory(self) -> int:
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -133,7 +137,7 @@ def continue_tokens(
         seconds=seconds,
         tokens_per_second=(streamer.tokens - 1) / decoding if streamer.tokens > 1 else 1 / seconds,
         first_token_seconds=first_token_seconds,
-        precision=model.precision,
+        width=model.precision,
         widths={model.precision: streamer.tokens},
     )
 

@@ -368,8 +368,8 @@ def _checked_weight(weight: Tensor) -> Tensor:
 def _checked_planes(planes: Planes, columns: int, precision: Precision, format: Format) -> tuple[Planes, int]:
     """The planes a width reads, contiguous and as large as they must be, and the number of rows."""
     stored = format.stored(precision)
-    if planes.precision < stored:
-        raise PrecisionError(f"{precision} needs the bits of {stored}, but the planes hold those of {planes.precision}")
+    if planes.stored < stored:
+        raise PrecisionError(f"{precision} needs the bits of {stored}, but the planes hold those of {planes.stored}")
     needed = planes.up_to(stored)
     used = Planes(_contiguous(needed.base), tuple(map(_contiguous, needed.bits)), _contiguous(needed.scale))
     *leading, width = used.base.shape
