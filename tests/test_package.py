@@ -115,6 +115,22 @@ def test_every_name_can_be_reached_and_is_listed() -> None:
         otaro.quantise  # noqa: B018
 
 
+def test_packages_offer_their_names_in_one_line_and_late() -> None:
+    code = (
+        "import sys, otaro, otaro.export, otaro.tune\n"
+        "print(any(name in sys.modules for name in ('torch', 'transformers', 'gguf')))\n"
+        "from otaro import Engine\n"
+        "from otaro.export import export_gguf\n"
+        "from otaro.tune import OtaroTrainer, TuneArguments, load_blocks, recipe\n"
+        "print(otaro.Engine is Engine, otaro.export.export_gguf is export_gguf)\n"
+        "print(otaro.tune.OtaroTrainer is OtaroTrainer, otaro.tune.recipe('default') == recipe('default'))\n"
+        "print(*(name in dir(package) for package in (otaro.export, otaro.tune) for name in package.__all__))\n"
+        "from otaro.tune import report\n"  # modules in them are found as ever
+        "print(hasattr(otaro.tune, 'nothing'))\n"
+    )
+    assert run_python(code).split() == ["False", *["True"] * 9, "False"]
+
+
 def test_version_is_that_of_the_distribution() -> None:
     assert otaro.__version__ == version("otaro-llm")
 
