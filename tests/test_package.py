@@ -90,16 +90,44 @@ def test_no_module_imports_itself_over_others() -> None:
     TopologicalSorter(graph).prepare()  # a CycleError names the modules
 
 
-def test_no_package_imports_itself_over_others() -> None:
-    # A module of the first level is a package of its own here; what is imported for types counts too.
+def package_graph() -> dict[str, set[str]]:
+    """What packages import of each other, for types too; a module of the first level is a package of its own here."""
     graph: dict[str, set[str]] = {}
     for name, path in MODULES.items():
         if name != "otaro":
             place = name.split(".")[1]
             found = {other.split(".")[1] for other in imported(path, for_types=True) if other != "otaro"}
             graph.setdefault(place, set()).update(found - {place})
+    return graph
+
+
+def test_no_package_imports_itself_over_others() -> None:
+    graph = package_graph()
     assert {"cli", "engine", "tune"} <= graph.keys()
     TopologicalSorter(graph).prepare()
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_map_is_in_the_order_of_imports() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    order = [
+        place for line in text.partition("| place")[0].splitlines() if line[:4] == "    " for place in line.split()
+    ]
+    graph = package_graph()
+    assert sorted(order) == sorted(place for place in graph if place[0] != "_")
+    for place in order:
+        allowed = {*order[: order.index(place)], "_lazy", "_register", "_version"}
+        assert graph[place] <= allowed, f"{place} imports {', '.join(graph[place] - allowed)}"
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/untrusted.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_files_that_documents_name_are_there(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:src|tests|csrc|scripts|docs|experiments|bench)/[\w/.]*)`", text)
+    assert paths
+    assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
 def test_names_of_planes_have_one_home() -> None:
@@ -117,18 +145,22 @@ def test_every_name_can_be_reached_and_is_listed() -> None:
 
 def test_packages_offer_their_names_in_one_line_and_late() -> None:
     code = (
-        "import sys, otaro, otaro.export, otaro.tune\n"
-        "print(any(name in sys.modules for name in ('torch', 'transformers', 'gguf')))\n"
-        "from otaro import Engine\n"
-        "from otaro.export import export_gguf\n"
-        "from otaro.tune import OtaroTrainer, TuneArguments, load_blocks, recipe\n"
-        "print(otaro.Engine is Engine, otaro.export.export_gguf is export_gguf)\n"
-        "print(otaro.tune.OtaroTrainer is OtaroTrainer, otaro.tune.recipe('default') == recipe('default'))\n"
-        "print(*(name in dir(package) for package in (otaro.export, otaro.tune) for name in package.__all__))\n"
-        "from otaro.tune import report\n"  # modules in them are found as ever
-        "print(hasattr(otaro.tune, 'nothing'))\n"
+        "import sys, otaro; otaro.export, otaro.tune; "
+        "print(*(name in sys.modules for name in ('otaro.export', 'otaro.tune', 'torch', 'transformers', 'gguf')))"
     )
-    assert run_python(code).split() == ["False", *["True"] * 9, "False"]
+    assert run_python(code).split() == ["True", "True", "False", "False", "False"]
+    from otaro import Engine, export, tune
+    from otaro.export import export_gguf
+    from otaro.tune import OtaroTrainer, TuneArguments, load_blocks, recipe, report
+
+    assert otaro.Engine is Engine
+    assert (otaro.export, export.export_gguf) == (export, export_gguf)
+    assert (tune.OtaroTrainer, tune.load_blocks) == (OtaroTrainer, load_blocks)
+    assert TuneArguments(output_dir="run", **recipe("default")).method == otaro.tune.recipe("default")["method"]
+    assert report.__name__ == "otaro.tune.report"  # a module in a package is found as ever
+    for package in (export, tune):
+        assert {*package.__all__} <= {*dir(package)}
+        assert not hasattr(package, "nothing")
 
 
 def test_version_is_that_of_the_distribution() -> None:
