@@ -34,7 +34,7 @@ from otaro import convert, sefp
 from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.delay import DelayedOptimizer
-from otaro.tune.refresh import Refresher
+from otaro.refresh import Refresher
 from otaro.tune.tiers import add_tiers, share_gradients
 
 SHARES = {Precision.E5M4: 0.5, Precision.E5M3: 0.15}  # of SmolLM2's order; they do not change the speed

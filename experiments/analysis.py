@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from otaro import convert
 from otaro.precision import Precision
 from otaro.tune.config import TuneArguments
-from otaro.tune.refresh import Refresher
+from otaro.refresh import Refresher
 
 FULL = "full"
 Width = Precision | None

@@ -24,7 +24,7 @@ from recipe_search import chosen, fixed
 from otaro import sefp
 from otaro.precision import Precision
 from otaro.sefp import Format
-from otaro.tune.refresh import Refresher
+from otaro.refresh import Refresher
 
 CHOICES = (Precision.E5M5, Precision.E5M4)
 

@@ -28,7 +28,7 @@ from otaro.tune.data import IGNORED
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.distillation import loss_and_gradient
 from otaro.tune.path import is_hurt
-from otaro.tune.refresh import Refresher
+from otaro.refresh import Refresher
 from otaro.tune.tiers import Measured, add_tiers, agreement, settle_model, share_gradients
 
 SETTLED = Format()

@@ -24,7 +24,7 @@ from torch import Tensor
 from otaro import convert
 from otaro.precision import Precision
 from otaro.sefp import Format
-from otaro.tune.refresh import Refresher
+from otaro.refresh import Refresher
 
 FULL = "full"
 # Rows of logits widened to float32 at a time: 4096 of a vocabulary of 49 152 are 0.8 GB.

@@ -85,7 +85,7 @@ from otaro import convert
 from otaro.ops import gpu
 from otaro.precision import Precision
 from otaro.sefp import Format
-from otaro.tune.refresh import Refresher
+from otaro.refresh import Refresher
 from otaro.tune.tiers import add_tiers, share_gradients
 
 gpu.BLOCK_WEIGHTS = 4096  # 64 groups: larger weights take two blocks

@@ -151,12 +151,12 @@ def test_packages_offer_their_names_in_one_line_and_late() -> None:
     assert run_python(code).split() == ["True", "True", "False", "False", "False"]
     from otaro import Engine, export, tune
     from otaro.export import export_gguf
-    from otaro.tune import OtaroTrainer, TuneArguments, load_blocks, recipe, report
+    from otaro.tune import OtaroTrainer, TuneArguments, load_blocks, report, settings
 
     assert otaro.Engine is Engine
     assert (otaro.export, export.export_gguf) == (export, export_gguf)
     assert (tune.OtaroTrainer, tune.load_blocks) == (OtaroTrainer, load_blocks)
-    assert TuneArguments(output_dir="run", **recipe("default")).method == otaro.tune.recipe("default")["method"]
+    assert TuneArguments(output_dir="run", **settings("default")).method == otaro.tune.settings("default")["method"]
     assert report.__name__ == "otaro.tune.report"  # a module in a package is found as ever
     for package in (export, tune):
         assert {*package.__all__} <= {*dir(package)}

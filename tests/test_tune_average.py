@@ -12,8 +12,10 @@ from tuning import trainer
 
 from otaro.errors import OtaroError
 from otaro.tune import average
-from otaro.tune.tiers import NARROWEST_RATE
+from otaro.tune.recipe import Recipe
 from otaro.tune.trainer import OtaroTrainer
+
+RECIPE = Recipe()
 
 ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3}
 
@@ -32,13 +34,13 @@ ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3}
         (130, 0.5, list(range(67, 131, 3))),
     ],
 )
-def test_which_updates_are_taken_in(updates: int, share: float, expected: list[int]) -> None:
-    places = {update: average.place(update, updates, share) for update in range(1, updates + 1)}
+def test_which_updates_are_averaged(updates: int, share: float, expected: list[int]) -> None:
+    places = {update: average.average_index(update, updates, share, 32) for update in range(1, updates + 1)}
     assert [update for update, place in places.items() if place] == expected
     assert [place for place in places.values() if place] == list(range(1, len(expected) + 1))
-    assert len(expected) <= average.MOST
+    assert len(expected) <= 32
     for update in range(updates + 1):
-        assert average.taken(update, updates, share) == sum(taken <= update for taken in expected)
+        assert average.averaged_updates(update, updates, share, 32) == sum(taken <= update for taken in expected)
 
 
 class Weights(TrainerCallback):  # type: ignore[misc]
@@ -116,10 +118,10 @@ def rates(run: OtaroTrainer, updates: int) -> dict[bool, list[float]]:
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(updates + 1):
         for resting, seen in found.items():
-            of = [group["lr"] for group in optimizer.param_groups if group.get(average.RESTS, False) == resting]
+            of = [group["lr"] for group in optimizer.param_groups if group.get(average.UNAVERAGED, False) == resting]
             seen.append(max(of))
             # Of what rests, embeddings, head and norms have a rate that is not raised.
-            assert min(of) == pytest.approx(max(of) / (NARROWEST_RATE if resting else 1.0))
+            assert min(of) == pytest.approx(max(of) / (RECIPE.narrowest_rate if resting else 1.0))
         optimizer.step()
         scheduler.step()
     return found
@@ -131,12 +133,12 @@ def test_the_rate_falls_to_its_final_value_but_for_what_rests(schedule: str, tmp
     plain, held = (rates(trainer(tmp_path, **options, average=share), 12) for share in (0.0, 0.5))
     assert held[True] == plain[True]
     assert held[False][:3] == plain[False][:3]
-    expected = [average.FINAL * 1e-3 + (1 - average.FINAL) * rate for rate in plain[False][3:]]
+    expected = [RECIPE.averaged_rate * 1e-3 + (1 - RECIPE.averaged_rate) * rate for rate in plain[False][3:]]
     assert held[False][3:] == pytest.approx(expected)
     assert held[False][3] == pytest.approx(1e-3)
-    assert held[True][3] == pytest.approx(NARROWEST_RATE * 1e-3)
+    assert held[True][3] == pytest.approx(RECIPE.narrowest_rate * 1e-3)
     if schedule != "constant_with_warmup":
-        assert held[False][-1] == pytest.approx(average.FINAL * 1e-3)
+        assert held[False][-1] == pytest.approx(RECIPE.averaged_rate * 1e-3)
 
 
 def test_a_run_that_ends_before_the_average_begins_keeps_its_weights(tmp_path: Path) -> None:
@@ -163,15 +165,15 @@ def test_a_run_too_short_for_a_mean_is_as_one_without(tmp_path: Path) -> None:
 def test_a_parameter_that_moves_late_had_its_old_value_until_then() -> None:
     used, late = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = torch.optim.AdamW([used, late], lr=0.1, weight_decay=0)
-    average.keep(optimizer)
-    average.add(optimizer, 1)  # nothing has moved yet
+    average.reserve(optimizer)
+    average.add_weights(optimizer, 1)  # nothing has moved yet
     for number in (2, 3, 4):
         used.grad = torch.ones(3)
         if number == 4:
             late.grad = torch.ones(3)
         optimizer.step()
-        average.add(optimizer, number)
-    average.use(optimizer)
+        average.add_weights(optimizer, number)
+    average.use_average(optimizer)
     torch.testing.assert_close(used.detach(), torch.full((3,), (1 + 0.9 + 0.8 + 0.7) / 4))
     torch.testing.assert_close(late.detach(), torch.full((3,), (1 + 1 + 1 + 0.9) / 4))
 

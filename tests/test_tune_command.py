@@ -98,7 +98,7 @@ def test_python_the_demo_and_the_command_are_the_same_run(
     assert command(*line, "--batch-size", 8, "--seed", 42) == 0
     monkeypatch.chdir(tmp_path)
     program = snippet()
-    assert '"max_steps": 200' in program
+    assert "max_steps=200" in program
     with open_source(str(tiny_llama)) as source:
         model = load_model(source)
     tokenizer = byte_tokenizer()
@@ -160,17 +160,21 @@ def test_weights_are_averaged_and_the_schedule_goes_with_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "questions"),
+    ("options", "completion_only"),
     [
-        ((), True),
-        (("--no-questions",), False),
-        (("--method", "bps"), False),
-        (("--recipe", "paper"), False),
-        (("--recipe", "paper", "--questions"), True),
+        ((), False),
+        (("--completion-only",), True),
+        (("--method", "bps"), True),
+        (("--recipe", "paper"), True),
+        (("--recipe", "paper", "--no-completion-only"), False),
     ],
 )
-def test_questions_are_learned_as_the_recipe_says(
-    options: tuple[str, ...], questions: bool, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_prompts_are_learned_as_the_recipe_says(
+    options: tuple[str, ...],
+    completion_only: bool,
+    tiny_llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And the first loss is another one without, or with them."""
     data = tmp_path / "data.jsonl"
@@ -181,10 +185,10 @@ def test_questions_are_learned_as_the_recipe_says(
     out = tmp_path / "tuned"
     arguments = (*options, "--data", data, "--steps", 1, "--sequence-length", 32, "--batch-size", 2, "--cpu")
     command(model, out, *arguments)
-    assert ("tokens, questions learned too" in capsys.readouterr().err) is questions
-    assert json.loads((out / "tune.json").read_text())["questions"] is questions
+    assert ("tokens, prompts learned too" in capsys.readouterr().err) is not completion_only
+    assert json.loads((out / "tune.json").read_text())["completion_only"] is completion_only
     other = tmp_path / "other"
-    command(model, other, *arguments, "--no-questions" if questions else "--questions")
+    command(model, other, *arguments, "--no-completion-only" if completion_only else "--completion-only")
     first, second = (json.loads((each / "tune.jsonl").read_text().splitlines()[0]) for each in (out, other))
     assert first["loss"] != second["loss"]
 
@@ -223,17 +227,17 @@ def test_what_was_measured_is_what_is_packed(tiny_llama: Path, book: Path, tmp_p
 
 
 def test_a_stopped_run_goes_on(tiny_llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from otaro.tune.callbacks import PathCallback
+    from otaro.tune.callbacks import UpdateCallback
 
     out, work, whole = tmp_path / "tuned", tmp_path / "tuned.tuning", tmp_path / "whole"
     line = (*short(book, 9), "--save-steps", 4, "--eval-text", book, "--eval-windows", 1)
-    original = PathCallback.on_step_begin
+    original = UpdateCallback.on_step_begin
 
-    def ask(self: PathCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def ask(self: UpdateCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         original(self, args, state, control, **kwargs)
-        self.trainer._asked_to_stop = state.global_step == 5
+        self.trainer.asked_to_stop = state.global_step == 5
 
-    monkeypatch.setattr(PathCallback, "on_step_begin", ask)
+    monkeypatch.setattr(UpdateCallback, "on_step_begin", ask)
     assert command(tiny_llama, out, *line) == 130
     monkeypatch.undo()
     assert not out.exists()

@@ -11,7 +11,7 @@ import torch
 from conftest import byte_tokenizer
 
 from otaro.errors import OtaroError
-from otaro.tune.data import IGNORED, QUESTIONS, Blocks, WithQuestions, load_blocks, make_collator
+from otaro.tune.data import IGNORED, PROMPT_MASK, Blocks, learn_prompts, load_blocks, make_collator
 
 TOKENIZER = byte_tokenizer()
 
@@ -114,8 +114,8 @@ def test_only_answers_of_a_conversation_are_learned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_questions_have_labels_if_asked_for(layout: Any, tmp_path: Path) -> None:
-    """Padding, which has no label either, is no question."""
+def test_prompts_have_labels_if_asked_for(layout: Any, tmp_path: Path) -> None:
+    """Padding, which has no label either, is no prompt."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
     records = [{"instruction": "Describe it.", "output": answer} for answer in ("Blue.", "As blue as the sea.")]
@@ -123,22 +123,22 @@ def test_questions_have_labels_if_asked_for(layout: Any, tmp_path: Path) -> None
     blocks = load_blocks([write(tmp_path / "data.jsonl", *records)], tokenizer, length, layout=layout)
     sequences = [blocks[index] for index in range(len(blocks))]
     plain = make_collator(tokenizer)(sequences)
-    batch = WithQuestions(make_collator(tokenizer))(sequences)
+    batch = learn_prompts(plain)
     assert ("attention_mask" in batch) == (layout == "padded")
     read = plain.get("attention_mask", torch.ones_like(plain["labels"])).bool()
     assert batch["labels"].tolist() == torch.where(read, plain["input_ids"], IGNORED).tolist()
-    assert batch[QUESTIONS].tolist() == (read & (plain["labels"] == IGNORED)).tolist()
-    assert 0 < batch[QUESTIONS].sum() < read.sum()
+    assert batch[PROMPT_MASK].tolist() == (read & (plain["labels"] == IGNORED)).tolist()
+    assert 0 < batch[PROMPT_MASK].sum() < read.sum()
     assert torch.equal(plain["input_ids"], batch["input_ids"])
 
 
-def test_questions_need_a_mask_that_tells_padding() -> None:
+def test_prompts_need_a_mask_that_tells_padding() -> None:
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.tensor([[IGNORED, 1, 1, 1]])}
     for mask in (torch.ones(1, 1, 4, 4), {"full_attention": None}):
         with pytest.raises(OtaroError, match="cannot be told from it: give one"):
-            WithQuestions(lambda _, mask=mask: {**batch, "attention_mask": mask})([])
+            learn_prompts({**batch, "attention_mask": mask})
     without = {"input_ids": batch["input_ids"]}
-    assert WithQuestions(lambda _: without)([]) == without
+    assert learn_prompts(without) == without
 
 
 def test_a_template_that_rewrites_earlier_turns_teaches_the_last_answer(tmp_path: Path) -> None:

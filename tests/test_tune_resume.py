@@ -40,13 +40,13 @@ def check_same(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
 def whole(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
     run = trainer(folder, **options)
     run.train()
-    return outcome(folder, run.model.state_dict(), run.path.state_dict())
+    return outcome(folder, run.model.state_dict(), run.selector.state_dict())
 
 
 def resumed(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
     run = trainer(folder, **options)
     run.train(resume_from_checkpoint=True)
-    return outcome(folder, run.model.state_dict(), run.path.state_dict())
+    return outcome(folder, run.model.state_dict(), run.selector.state_dict())
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_adapters_resume(tmp_path: Path) -> None:
         model = add_adapters(random_model("llama"), args.format, args.floor, rank=4, dropout=0.1)
         trainer_ = OtaroTrainer(model, args, train_dataset=Blocks())
         trainer_.train(resume_from_checkpoint=go_on)
-        return outcome(tmp_path, trainer_.model.state_dict(), trainer_.path.state_dict())
+        return outcome(tmp_path, trainer_.model.state_dict(), trainer_.selector.state_dict())
 
     expected = run(go_on=False)
     for step in (15, 20, 22):
@@ -131,7 +131,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"learning_rate": 0.5}, "with learning_rate 0.05, not 0.5"),
         ({"scheme": "nearest"}, "with scheme nested, not nearest"),
         ({"average": 0.5}, "with average 0.0, not 0.5"),
-        ({"questions": True}, "with questions False, not True"),
+        ({"completion_only": False}, "with completion_only True, not False"),
         ({"architecture": "qwen2"}, "with model LlamaForCausalLM with .* weights"),
     ],
 )

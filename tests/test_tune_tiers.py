@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,17 @@ from otaro.errors import OtaroError
 from otaro.nn import FakeSefpEmbedding, FakeSefpLinear
 from otaro.precision import Precision
 from otaro.sefp import Format, Tiers
-from otaro.tune.average import RESTS
+from otaro.tune.average import UNAVERAGED
 from otaro.tune.data import IGNORED, Collator
 from otaro.tune.distillation import distilled_loss
-from otaro.tune.tiers import (
-    Measured,
-    add_tiers,
-    gradient_shares,
-    set_apart_narrowest,
-    settle,
-    settle_model,
-    share_gradients,
-)
+from otaro.tune.measurement import Measured, measure
+from otaro.tune.recipe import RECIPES, Recipe
+from otaro.tune.tiers import add_tiers, set_apart_narrowest, settle, settle_model, share_gradients
 from otaro.tune.trainer import OtaroTrainer
 
 M8, M7, M6, M5, M4, M3 = Precision
 SHARES = {M4: 0.5, M3: 0.15}
-MEASURED = Measured({M4: 0.8, M3: 6 / 11}, {M8: 2.0, M5: 3.0})  # these shares, and turns for E5M5
+MEASURED = Measured({M4: 0.8, M3: 6 / 11}, {M8: 2.0, M5: 3.0}, SHARES)  # and turns for E5M5
 NESTED = [format for format in FORMATS if format.scheme == "nested"]
 
 
@@ -49,7 +44,7 @@ def tiered(columns: int = 200, spread: float = 0.3) -> tuple[torch.Tensor, Tiers
 @pytest.fixture
 def hurt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have rounding to E5M5 count as harmful, whatever it does to the loss."""
-    monkeypatch.setattr("otaro.tune.path.WORTH_A_TURN", -1.0)
+    monkeypatch.setitem(RECIPES, "default", replace(RECIPES["default"], wide_loss_gap=-1.0))
 
 
 @pytest.mark.parametrize("format", NESTED)
@@ -288,7 +283,7 @@ def test_every_tier_learns_and_nothing_of_them_is_left(hurt: None, tmp_path: Pat
     for width in Precision:
         assert last[f"eval_loss_{width}"] < 0.9 * first[f"eval_loss_{width}"]
     assert not any(name.endswith(("_E5M3", "_E5M4")) for name in run.model.state_dict())
-    assert run.path.counts == {M8: 27, M5: 13, M4: 20, M3: 20, M7: 0, M6: 0}
+    assert run.selector.counts == {M8: 27, M5: 13, M4: 20, M3: 20, M7: 0, M6: 0}
 
 
 def test_a_tier_without_a_turn_takes_its_share() -> None:
@@ -305,7 +300,7 @@ def test_a_tier_without_a_turn_takes_its_share() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama-tied", "mixtral", "gpt2"])
-def test_what_is_measured_before_tuning(architecture: str, tmp_path: Path) -> None:
+def test_what_is_measured_before_tuning(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the first update's batches and their labels, before anything has changed; and nothing of it is left."""
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     run = trainer(tmp_path, method="tiers", max_steps=2, architecture=architecture, **sizes)
@@ -328,16 +323,15 @@ def test_what_is_measured_before_tuning(architecture: str, tmp_path: Path) -> No
         loss.backward()
         losses[width] = float(loss)
         gradients[width] = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    measure = run._measure
 
-    def watched(*arguments: Any) -> Measured:
+    def watched(*arguments: Any, **options: Any) -> Measured:
         state = torch.get_rng_state()
-        found = measure(*arguments)
+        found = measure(*arguments, **options)
         assert torch.equal(torch.get_rng_state(), state)
         assert all(parameter.grad is None for parameter in run.model.parameters())
         return found
 
-    run._measure = watched  # type: ignore[method-assign]
+    monkeypatch.setattr("otaro.tune.trainer.measure", watched)
     run.train()
     assert run.measured is not None
     assert run.measured.losses == pytest.approx(losses, abs=1e-5)
@@ -353,19 +347,18 @@ def test_what_is_measured_before_tuning(architecture: str, tmp_path: Path) -> No
         assert cosine < 0.999
 
 
-def test_dropout_is_the_same_at_every_width_that_is_measured(tmp_path: Path) -> None:
+def test_dropout_is_the_same_at_every_width_that_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trainer(tmp_path, method="tiers", max_steps=1, architecture="gpt2")
     states: list[torch.Tensor] = []
     hook = run.model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
-    measure = run._measure
 
-    def watched(*arguments: Any) -> Measured:
+    def watched(*arguments: Any, **options: Any) -> Measured:
         states.clear()
-        found = measure(*arguments)
+        found = measure(*arguments, **options)
         hook.remove()
         return found
 
-    run._measure = watched  # type: ignore[method-assign]
+    monkeypatch.setattr("otaro.tune.trainer.measure", watched)
     run.train()
     assert len(states) == 4
     assert all(torch.equal(state, states[0]) for state in states)
@@ -390,7 +383,7 @@ def test_a_checkpoint_without_what_was_measured_is_refused(tmp_path: Path) -> No
     assert run.measured is not None
     assert again.measured is not None
     assert again.measured.to_json() == run.measured.to_json()
-    del state["stateful_callbacks"]["PathCallback"]["attributes"]["measured"]
+    del state["stateful_callbacks"]["UpdateCallback"]["attributes"]["measured"]
     file.write_text(json.dumps(state))
     with pytest.raises(OtaroError, match="earlier version"):
         trainer(tmp_path / "again", **options).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
@@ -405,7 +398,7 @@ def tier_names(architecture: str) -> list[str]:
 
 @pytest.mark.parametrize("cosine, share", [(-0.5, 0.0), (0.0, 0.0), (0.5, 0.125), (0.8, 0.5), (0.99, 2.0), (1.0, 2.0)])
 def test_the_share_grows_with_agreement(cosine: float, share: float) -> None:
-    assert gradient_shares({M3: cosine}) == {M3: pytest.approx(share)}
+    assert Recipe().shares({M3: cosine}) == {M3: pytest.approx(share)}
 
 
 def test_a_batch_of_one_always_takes_part(hurt: None, tmp_path: Path) -> None:
@@ -430,7 +423,7 @@ class Passes:
         if self._run.tiers and self._run.measured is None:
             return
         rows = [int((Blocks().ids == ids).all(-1).nonzero()) for ids in inputs["input_ids"]]
-        self.seen.append((self._run._layers[0].precision, rows))
+        self.seen.append((self._run.weights.width, rows))
 
     def at(self, width: Precision, passes: slice) -> list[int]:
         return sorted(row for seen, rows in self.seen[passes] if seen == width for row in rows)
@@ -493,8 +486,8 @@ def test_sequences_without_a_label_do_not_count(tmp_path: Path) -> None:
     check_update(run, model)
 
 
-def test_questions_are_learned_by_tiers_from_predictions_alone(tmp_path: Path) -> None:
-    run = trainer(tmp_path, method="tiers", max_steps=1, distillation=0.5, questions=True)
+def test_prompts_are_learned_by_tiers_from_predictions_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path, method="tiers", max_steps=1, distillation=0.5, completion_only=False)
     run.measured = MEASURED
     labels = Blocks().ids.clone()
     labels[:, :9] = IGNORED
@@ -514,7 +507,7 @@ def test_questions_are_learned_by_tiers_from_predictions_alone(tmp_path: Path) -
     (0.5 * (divergence.sum() + entropy[:, 8:].sum()) / entropy.numel()).backward()
     check_update(run, model)
     # What is logged is the loss of all there is to predict, as that of the wide width.
-    assert run.path.losses[M4] == pytest.approx(float(entropy.detach().mean()), rel=1e-4)
+    assert run.selector.losses[M4] == pytest.approx(float(entropy.detach().mean()), rel=1e-4)
 
 
 def asked_and_answered() -> list[dict[str, torch.Tensor]]:
@@ -526,11 +519,11 @@ def asked_and_answered() -> list[dict[str, torch.Tensor]]:
     return sequences
 
 
-def test_questions_in_padded_and_accumulated_batches(tmp_path: Path) -> None:
+def test_prompts_in_padded_and_accumulated_batches(tmp_path: Path) -> None:
     results = []
     for size in (4, 2):
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
-        run = trainer(tmp_path / str(size), method="tiers", max_steps=2, questions=True, **options)
+        run = trainer(tmp_path / str(size), method="tiers", max_steps=2, completion_only=False, **options)
         run.train_dataset, run.data_collator = asked_and_answered(), Collator(0)
         passed: list[set[str]] = []
         run.model.register_forward_pre_hook(lambda _, __, given, to=passed: to.append(set(given)), with_kwargs=True)
@@ -541,13 +534,13 @@ def test_questions_in_padded_and_accumulated_batches(tmp_path: Path) -> None:
         torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_without_predictions_tiers_learn_questions_from_the_data(tmp_path: Path) -> None:
+def test_without_predictions_tiers_learn_prompts_from_the_data(tmp_path: Path) -> None:
     results = []
-    for name, questions in (("asked", True), ("whole", False)):
-        run = trainer(tmp_path / name, method="tiers", max_steps=2, distillation=0.0, questions=questions)
+    for name, prompt in (("asked", True), ("whole", False)):
+        run = trainer(tmp_path / name, method="tiers", max_steps=2, distillation=0.0, completion_only=not prompt)
         whole = [{"input_ids": ids, "labels": ids} for ids in Blocks().ids]
         masked = [{**each, "labels": each["labels"].clone().index_fill(0, torch.arange(8), IGNORED)} for each in whole]
-        run.train_dataset = masked if questions else whole
+        run.train_dataset = masked if prompt else whole
         run.train()
         results.append(run.model.state_dict())
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
@@ -598,16 +591,16 @@ def test_only_widths_that_are_wanted(
             assert torch.equal(value, run.model.state_dict()[name])
 
 
-@pytest.mark.parametrize("questions", [False, True])
+@pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("distillation", [0.0, 0.75, 1.0])
-def test_the_taught_loss_has_the_gradient_that_autograd_finds(distillation: float, questions: bool) -> None:
+def test_the_taught_loss_has_the_gradient_that_autograd_finds(distillation: float, prompt: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     logits, teacher = torch.randn(2, 3, 200, 50, generator=generator).mul(2)
     labels = torch.randint(0, 50, (3, 200), generator=generator)
     labels[0, :150] = IGNORED
-    asked = torch.rand(3, 200, generator=generator) < (0.4 if questions else 0.0)
+    asked = torch.rand(3, 200, generator=generator) < (0.4 if prompt else 0.0)
     logits.requires_grad_()
-    loss, cross_entropy = distilled_loss(logits, teacher, labels, distillation, asked if questions else None)
+    loss, cross_entropy = distilled_loss(logits, teacher, labels, distillation, asked if prompt else None)
     (found,) = torch.autograd.grad(3 * loss, logits)
     chosen = labels[:, 1:] != IGNORED
     values = logits[:, :-1][chosen].log_softmax(-1)
@@ -642,7 +635,7 @@ def test_the_narrowest_tier_has_its_own_rate_and_the_settings_of_its_group(tmp_p
     assert narrow == [any(name.endswith("_E5M3") for name in group) for group in groups]
     # What E5M3 computes with rests: its tier, of embeddings and head, which stop at E5M4, that one, and the norms.
     floored = ["lm_head.weight_E5M4", "model.embed_tokens.weight_E5M4"]
-    resting = [group.get(RESTS, False) for group in run.optimizer.param_groups]
+    resting = [group.get(UNAVERAGED, False) for group in run.optimizer.param_groups]
     assert resting == [False, True, True, True]
     assert all("norm" in name for name in groups[1])
     assert [sorted(group) for group, fast in zip(groups, narrow, strict=True) if not fast][2] == floored
@@ -662,7 +655,7 @@ def test_what_the_narrowest_width_computes_with_rests(architecture: str, widths:
     optimizer = run.create_optimizer()
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
     rates = {
-        names[id(parameter)]: (group["lr"], group.get(RESTS, False))
+        names[id(parameter)]: (group["lr"], group.get(UNAVERAGED, False))
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
@@ -683,9 +676,9 @@ def test_a_group_without_anything_to_average_is_split_all_the_same() -> None:
     layer = model.model.layers[0].mlp.up_proj
     norm = model.model.norm.weight
     optimizer = torch.optim.SGD([{"params": [layer.weight_E5M3, norm]}, {"params": [layer.weight]}], lr=0.5)
-    set_apart_narrowest(optimizer, model, [M3, M4])
+    set_apart_narrowest(optimizer, model, [M3, M4], 1.4)
     groups = [
-        (id(parameter), group["lr"], group.get(RESTS, False))
+        (id(parameter), group["lr"], group.get(UNAVERAGED, False))
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]

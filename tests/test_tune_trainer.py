@@ -23,12 +23,12 @@ from otaro.errors import OtaroError, PrecisionError
 from otaro.evaluate.perplexity import perplexity
 from otaro.nn import FakeSefp
 from otaro.precision import Precision
-from otaro.tune import config, report
+from otaro.refresh import Refresher
+from otaro.tune import recipe, report
 from otaro.tune.callbacks import LOG_NAME, cut_log, read_log
 from otaro.tune.config import TuneArguments
 from otaro.tune.data import IGNORED
 from otaro.tune.model import add_adapters
-from otaro.tune.refresh import Refresher
 from otaro.tune.tiers import without_tiers
 from otaro.tune.trainer import OtaroTrainer
 
@@ -218,7 +218,7 @@ def test_the_log_tells_what_is_held(tmp_path: Path) -> None:
         assert line["held"] == held
     assert [line["learning_rate"] for line in lines] == pytest.approx([0.05 * (1 - t / 30) for t in range(30)])
     counts = Counter(line["width"] for line in lines)
-    assert {str(width): count for width, count in run.path.counts.items()} == counts
+    assert {str(width): count for width, count in run.selector.counts.items()} == counts
 
 
 def test_evaluation_goes_over_every_width(tmp_path: Path) -> None:
@@ -265,7 +265,11 @@ def test_questions_are_learned_if_asked_for(tmp_path: Path) -> None:
         made.train()
         return made
 
-    whole, asked, answers = run("whole", Blocks()), run("asked", Masked(), questions=True), run("answers", Masked())
+    whole, asked, answers = (
+        run("whole", Blocks()),
+        run("asked", Masked(), completion_only=False),
+        run("answers", Masked()),
+    )
     assert same(weights(asked), weights(whole))
     assert not same(weights(answers), weights(whole))
     assert asked.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
@@ -297,7 +301,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path: Path
 
     def broken(*args: Any, **options: Any) -> torch.Tensor:
         loss: torch.Tensor = compute(*args, **options)
-        return loss * math.nan if run.state.global_step == 6 else loss
+        return (loss[0] * math.nan, loss[1]) if run.state.global_step == 6 else loss
 
     run.compute_loss = broken
     with pytest.raises(OtaroError, match="loss became nan at step 7, at the width E5M3"):
@@ -403,14 +407,14 @@ def test_settings_that_cannot_be(options: dict[str, Any], kind: type[Exception],
 
 @pytest.mark.parametrize(("name", "method"), [("default", "tiers"), ("paper", "otaro")])
 def test_recipes_are_settings(name: str, method: str, tmp_path: Path) -> None:
-    assert set(config.RECIPES) == {"default", "paper"}
-    assert arguments(tmp_path, **config.recipe(name)).method == method
+    assert set(recipe.RECIPES) == {"default", "paper"}
+    assert arguments(tmp_path, **recipe.settings(name)).method == method
     with pytest.raises(OtaroError, match="unknown recipe"):
-        config.recipe("best")
+        recipe.settings("best")
 
 
 def test_the_learning_rate_of_model_and_batch() -> None:
-    rate = config.default_learning_rate
+    rate = recipe.Recipe().learning_rate_for
     assert rate(576, 16 * 512) == 3e-4  # what the experiments chose
     assert rate(4096, 16 * 512) == pytest.approx(3e-4 * 576 / 4096)
     assert rate(576, 2 * 256) == 7.5e-5  # what the demo was measured with
@@ -420,7 +424,7 @@ def test_the_learning_rate_of_model_and_batch() -> None:
 
 def test_a_run_without_a_learning_rate_takes_that_of_its_model_and_update(tmp_path: Path) -> None:
     args = arguments(tmp_path, learning_rate=None, gradient_accumulation_steps=4)
-    expected = config.default_learning_rate(48, 2 * 4 * 16)
+    expected = recipe.Recipe().learning_rate_for(48, 2 * 4 * 16)
     made = OtaroTrainer(random_model("llama"), args, train_dataset=Blocks())
     assert made.args.learning_rate == made.create_optimizer().param_groups[0]["lr"] == expected
     assert args.learning_rate is None  # and may be used for another model
@@ -432,7 +436,7 @@ def test_the_learning_rate_of_adapters_and_streams(tmp_path: Path) -> None:
     args = arguments(tmp_path, learning_rate=None)
     adapted = add_adapters(random_model("llama"), args.format, args.floor, rank=2)
     assert OtaroTrainer(adapted, args, train_dataset=Blocks()).args.learning_rate == (
-        config.default_learning_rate(None, 2 * 16)
+        recipe.Recipe().learning_rate_for(None, 2 * 16)
     )
 
     class Stream(IterableDataset[dict[str, torch.Tensor]]):
@@ -440,11 +444,11 @@ def test_the_learning_rate_of_adapters_and_streams(tmp_path: Path) -> None:
             return iter(Blocks()[index] for index in range(12))
 
     streamed = OtaroTrainer(random_model("llama"), args, train_dataset=Stream())
-    assert streamed.args.learning_rate == config.default_learning_rate(48, None)
+    assert streamed.args.learning_rate == recipe.Recipe().learning_rate_for(48, None)
 
 
 def test_the_paper_recipe_is_the_papers(tmp_path: Path) -> None:
-    args = arguments(tmp_path, **config.recipe("paper"))
+    args = arguments(tmp_path, **recipe.settings("paper"))
     assert (args.optim, args.learning_rate, args.exploration, args.delay, args.delay_apply) == (
         "sgd",
         1e-5,
@@ -453,7 +457,7 @@ def test_the_paper_recipe_is_the_papers(tmp_path: Path) -> None:
         "sum",
     )
     assert (args.scheme, args.group_size, args.lr_scheduler_type, args.max_grad_norm) == ("nearest", 64, "constant", 0)
-    assert not args.questions
+    assert args.completion_only
 
 
 def test_a_log_cut_short_is_cut_back(tmp_path: Path) -> None:

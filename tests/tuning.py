@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 import otaro.tune.model
 from otaro import cli
-from otaro.tune.callbacks import PathCallback
+from otaro.tune.callbacks import UpdateCallback
 from otaro.tune.command import tune
 from otaro.tune.config import TuneArguments
 from otaro.tune.tiers import without_tiers
@@ -90,9 +90,9 @@ class KillAt(TrainerCallback):  # type: ignore[misc]
 
 def at(when: str, act: Callable[[], None]) -> None:
     """Do something within ``otaro tune``, in a process of its own: once a step is done, or as its result is written."""
-    step_end, new_folder = PathCallback.on_step_end, otaro.tune.model.new_folder
+    step_end, new_folder = UpdateCallback.on_step_end, otaro.tune.model.new_folder
 
-    def on_step_end(self: PathCallback, args: Any, state: Any, *rest: Any, **options: Any) -> None:
+    def on_step_end(self: UpdateCallback, args: Any, state: Any, *rest: Any, **options: Any) -> None:
         if str(state.global_step) == when:
             act()
         step_end(self, args, state, *rest, **options)
@@ -104,7 +104,7 @@ def at(when: str, act: Callable[[], None]) -> None:
                 act()
             yield partial
 
-    PathCallback.on_step_end = on_step_end  # type: ignore[method-assign]
+    UpdateCallback.on_step_end = on_step_end  # type: ignore[method-assign]
     otaro.tune.model.new_folder = begun_folder
 
 

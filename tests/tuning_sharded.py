@@ -46,7 +46,7 @@ def build(shard: bool) -> tuple[Any, DelayedOptimizer]:
         fully_shard(model)
     # A large epsilon keeps single weights from following rounding errors: see test_tune_distributed.
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    average.keep(inner)
+    average.reserve(inner)
     return model, DelayedOptimizer(inner, [M4, M3], delay=3)
 
 
@@ -61,11 +61,11 @@ def steps(model: Any, optimizer: DelayedOptimizer, first: int, last: int, rank: 
         optimizer.width = WIDTHS[step]
         optimizer.step()
         optimizer.zero_grad()
-        number = average.place(step + 1, len(WIDTHS), AVERAGED)
+        number = average.average_index(step + 1, len(WIDTHS), AVERAGED, 32)
         if number:
-            average.add(optimizer, number)
+            average.add_weights(optimizer, number)
     if last == len(WIDTHS):
-        average.use(optimizer)
+        average.use_average(optimizer)
 
 
 def plain() -> dict[str, torch.Tensor]:

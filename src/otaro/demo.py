@@ -105,10 +105,11 @@ def _measure(folder: Path, text: str, console: Console) -> dict[Precision, float
 
 def _tune(out: Path, text: Path) -> None:
     from otaro.tune import command
-    from otaro.tune.config import TuneArguments, recipe
+    from otaro.tune.config import TuneArguments
+    from otaro.tune.recipe import settings
 
     args = TuneArguments(
-        **recipe("default"),
+        **settings(),
         output_dir=f"{out}.tuning",
         max_steps=STEPS,
         per_device_train_batch_size=BATCH,

@@ -177,7 +177,7 @@ class FakeSefp(nn.Module):
     floor: Precision = NARROWEST
     precision: Precision | None = None
     values: Tensor | None = None
-    """The weight's values made beforehand, to be used as they are: see `otaro.tune.refresh`."""
+    """The weight's values made beforehand, to be used as they are: see `otaro.refresh`."""
     trained: Tensor | None = None
     """What the gradient of `values` goes to, if not the weight."""
     transposed: Mapping[str, bool] = MappingProxyType({"weight": False})

@@ -1,8 +1,8 @@
 """Once tuning: one run that makes a model hold up at every precision.
 
-`path` chooses the width of each batch (BPS and the baselines), `delay` lets ultra-low widths wait (LAA), `config` holds
-the settings and recipes, `trainer` is the loop on transformers' Trainer, `data` reads text and conversations, `command`
-is ``otaro tune``.
+`selector` says at which width an update is computed, `update` computes its gradients, `recipe` holds the constants,
+`config` the settings, `trainer` is the loop on transformers' Trainer, `data` reads text and conversations, `command` is
+``otaro tune``.
 """
 
 from typing import TYPE_CHECKING
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from otaro._lazy import lazy
 
 if TYPE_CHECKING:
-    from otaro.tune.config import TuneArguments, recipe
+    from otaro.tune.config import TuneArguments
     from otaro.tune.data import load_blocks
+    from otaro.tune.recipe import settings
     from otaro.tune.trainer import OtaroTrainer
 
-__all__ = ["OtaroTrainer", "TuneArguments", "load_blocks", "recipe"]
+__all__ = ["OtaroTrainer", "TuneArguments", "load_blocks", "settings"]
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -22,6 +23,6 @@ __getattr__, __dir__ = lazy(
         "OtaroTrainer": "otaro.tune.trainer",
         "TuneArguments": "otaro.tune.config",
         "load_blocks": "otaro.tune.data",
-        "recipe": "otaro.tune.config",
+        "settings": "otaro.tune.recipe",
     },
 )

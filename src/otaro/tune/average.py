@@ -1,15 +1,15 @@
-"""The mean of the weights over the end of a run, which is what the run gives.
+"""Weight averaging: the result of a run is the mean of its weights over its end.
 
-Weights that go on moving around a good place have it as their mean, and are nearer to it by that than by coming to rest
-(docs/results.md has the trials). So where weights are averaged the learning rate falls to FINAL of its highest value
-(:func:`hold_up`) and not to whatever the schedule ends with.
+Weights that go on moving around a good place have it as their mean, and are nearer to it by that than by coming to
+rest. So the learning rate of weights that are averaged does not fall to whatever the schedule ends with, but to a share
+of its highest value (:func:`limit_decay`).
 
-Groups of parameters marked RESTS are left out of both. With tiers that is what the narrowest width computes with: what
-the others are averaged in are its cells, and a mean of its own weights is none of what they are rounded to.
+Groups of parameters marked UNAVERAGED are left out of both. With tiers that is what the narrowest width computes with:
+what the others are averaged in are its cells, and a mean of its own weights is none of what they are rounded to.
 
 The mean lies in the optimizer's state beside each parameter's own entries, so that checkpoints have it, sharded or
-not: :func:`keep` makes room when the optimizer first steps, :func:`add` takes the weights in after an update,
-:func:`use` puts the mean in their place. Which updates are taken in follows from their number alone.
+not: :func:`reserve` makes room when the optimizer first steps, :func:`add_weights` takes the weights in after an
+update, :func:`use_average` puts the mean in their place. Which updates are taken in follows from their number alone.
 """
 
 from __future__ import annotations
@@ -25,43 +25,38 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-FINAL = 0.3
-"""Where the learning rate ends, as a share of its highest value."""
-RESTS = "rests"
-"""The mark of a group of parameters that comes to rest and is not averaged."""
+UNAVERAGED = "unaveraged"
+"""The mark of a group of parameters whose last values are the result."""
 AVERAGE = "average"
 """The entry of a parameter's state."""
-MOST = 32
-"""No more updates than these are taken in: more cost time and change nothing."""
 FEWEST = 2
 """Where there would be fewer, the run is too short for a mean, and is as one without."""
 
 
-def place(update: int, updates: int, share: float) -> int:
-    """Which one of those taken in an update is, counted from 1; 0 where it is not. `share` is that of the run.
+def average_index(update: int, updates: int, share: float, most: int) -> int:
+    """Which one of those averaged an update is, counted from 1; 0 where it is not. `share` is that of the run.
 
-    The last update always is.
+    The last update always is; there are no more than `most`.
     """
-    before = taken(update - 1, updates, share)
-    now = taken(update, updates, share)
+    before, now = (averaged_updates(number, updates, share, most) for number in (update - 1, update))
     return now if now > before else 0
 
 
-def taken(update: int, updates: int, share: float) -> int:
-    """How many are taken in once an update is done."""
+def averaged_updates(update: int, updates: int, share: float, most: int) -> int:
+    """Over how many updates weights are averaged once an update is done."""
     span = round(share * updates)
-    every = max(1, math.ceil(span / MOST))
+    every = max(1, math.ceil(span / most))
     in_all = math.ceil(span / every)
     return 0 if in_all < FEWEST else max(0, in_all - math.ceil((updates - update) / every))
 
 
-def keep(optimizer: Optimizer) -> None:
+def reserve(optimizer: Optimizer) -> None:
     """Let an optimizer have room for the mean, from its first step on."""
     before: dict[Tensor, Tensor] = {}
 
     def is_new(optimizer: Optimizer) -> Iterator[Tensor]:
         for group in optimizer.param_groups:
-            for parameter in () if group.get(RESTS) else group["params"]:
+            for parameter in () if group.get(UNAVERAGED) else group["params"]:
                 if parameter.grad is not None and AVERAGE not in optimizer.state.get(parameter, {}):
                     yield parameter
 
@@ -78,17 +73,17 @@ def keep(optimizer: Optimizer) -> None:
     optimizer.register_step_post_hook(make_room)
 
 
-def hold_up(scheduler: Any, warm_up: int) -> None:
-    """Let the rates of what is averaged fall no further than to FINAL, once the warm-up is over."""
+def limit_decay(scheduler: Any, warm_up: int, final: float) -> None:
+    """Let the rates of what is averaged fall no further than to `final` of the highest, once the warm-up is over."""
     if isinstance(scheduler, LambdaLR):
         for number, group in enumerate(scheduler.optimizer.param_groups):
-            if not group.get(RESTS):
-                scheduler.lr_lambdas[number] = partial(_held_up, scheduler.lr_lambdas[number], warm_up)
+            if not group.get(UNAVERAGED):
+                scheduler.lr_lambdas[number] = partial(_limited, scheduler.lr_lambdas[number], warm_up, final)
 
 
-def _held_up(factor: Callable[[int], float], warm_up: int, update: int) -> float:
-    found = factor(update)
-    return found if update < warm_up else FINAL + (1 - FINAL) * found
+def _limited(factor: Callable[[int], float], warm_up: int, final: float, update: int) -> float:
+    scheduled = factor(update)
+    return scheduled if update < warm_up else final + (1 - final) * scheduled
 
 
 def _both(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
@@ -97,15 +92,15 @@ def _both(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
         for parameter in group["params"]:
             average = optimizer.state.get(parameter, {}).get(AVERAGE)
             if average is not None:
-                held = parameter.detach()
+                weight = parameter.detach()
                 yield (
                     average.to_local() if isinstance(average, DTensor) else average,
-                    held.to_local() if isinstance(held, DTensor) else held,
+                    weight.to_local() if isinstance(weight, DTensor) else weight,
                 )
 
 
 @torch.no_grad()
-def add(optimizer: Optimizer, number: int) -> None:
+def add_weights(optimizer: Optimizer, number: int) -> None:
     """Take the weights in; `number` says which one of those taken in this is, counted from 1."""
     both = list(_both(optimizer))
     if both:
@@ -113,7 +108,7 @@ def add(optimizer: Optimizer, number: int) -> None:
 
 
 @torch.no_grad()
-def use(optimizer: Optimizer) -> None:
+def use_average(optimizer: Optimizer) -> None:
     """Put the mean in the place of the weights."""
     for average, weight in _both(optimizer):
         weight.copy_(average)

@@ -1,4 +1,4 @@
-"""What happens around an update: the width is chosen before it, its loss recorded within it, a line logged after it."""
+"""What happens around an update: a width is selected before it, losses are recorded, a line is logged after it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -17,16 +18,17 @@ from transformers.trainer_callback import ExportableState
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.progress import Progress
-from otaro.tune import average
 from otaro.tune.config import RESUMED
+from otaro.tune.measurement import Measured
 from otaro.tune.resume import how_to_go_on
-from otaro.tune.tiers import Measured
 from otaro.tune.writing import writing
 
 if TYPE_CHECKING:
     from otaro.tune.trainer import OtaroTrainer
 
 LOG_NAME = "tune.jsonl"
+READ_EVERY = 10
+"""Updates between two readings of losses from a device that would have to be waited for."""
 
 
 def width_name(width: Precision | None) -> str:
@@ -34,24 +36,29 @@ def width_name(width: Precision | None) -> str:
     return "full" if width is None else str(width)
 
 
-class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Drives the path and keeps it in the checkpoint.
+class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Selects widths, records losses and keeps both in the checkpoint.
 
-    The width is set when an update begins, so that all its micro-batches share it, and stays through the backward pass:
-    gradient checkpointing computes the forward pass a second time there. The loss is read before the optimizer steps,
-    so that one that is not finite never reaches the weights.
+    Losses stay on the device until they are read: every `read_every` updates, and before a checkpoint. Where that is
+    every update, they are read before the optimizer steps, so that one that is not finite never reaches the weights.
     """
 
     def __init__(self, trainer: OtaroTrainer) -> None:
         self.trainer = trainer
+        needs_losses = trainer.selector.needs_losses
+        self.read_every = 1 if needs_losses or trainer.args.device.type == "cpu" else READ_EVERY
         self.width: Precision | None = None
         self.loss = 0.0
-        self.tier_losses: dict[str, float] = {}
+        self._unread: list[tuple[int, Precision | None, Tensor]] = []
+        self._lines: list[dict[str, Any]] = []
         self._learning_rate = 0.0
         self._stop = False
 
     def state(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {"path": self.trainer.path.state_dict(), "settings": settings(self.trainer)}
+        attributes: dict[str, Any] = {
+            "selector": self.trainer.selector.state_dict(),
+            "settings": settings(self.trainer),
+        }
         if self.trainer.tiers:
             measured = self.trainer.measured
             attributes["measured"] = None if measured is None else measured.to_json()
@@ -60,32 +67,31 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._unread, self._lines, self._stop = [], [], False
         saved = state.stateful_callbacks[type(self).__name__]["attributes"]
-        self.trainer.path.load_state_dict(saved["path"])
+        self.trainer.selector.load_state_dict(saved["selector"])
         if self.trainer.tiers:
             if "measured" not in saved:
                 raise OtaroError("the checkpoint is from an earlier version of the method tiers: start a new run")
             if saved["measured"] is not None:
                 self.trainer.set_measured(Measured.from_json(saved["measured"]))
         if state.is_world_process_zero:
-            cut_log(FilePath(args.output_dir) / LOG_NAME, state.global_step)
+            cut_log(Path(args.output_dir) / LOG_NAME, state.global_step)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.width = self.trainer.path.choose()
-        self.trainer.set_width(self.width)
+        self.width = self.trainer.selector.select()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        losses, self._stop = self.trainer.take_update_losses()
-        self.loss = losses[self.width]
-        self.tier_losses = {str(width): loss for width, loss in losses.items() if width != self.width}
-        for width, loss in losses.items():
-            if not math.isfinite(loss):
-                raise diverged(f"the loss became {loss}", state.global_step + 1, width)
-            self.trainer.path.record(width, loss)
+        for width, loss in self.trainer.update_losses.items():
+            self.trainer.selector.count(width)
+            self._unread.append((state.global_step + 1, width, loss))
+        self._lines.append({"step": state.global_step + 1, "width": width_name(self.width)})
+        if self.read_every == 1:
+            self._read()
         if self.trainer.delayed is not None:
             self.trainer.delayed.width = self.width
 
@@ -97,43 +103,64 @@ class PathCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._learning_rate = float(self.trainer.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        number = average.place(state.global_step, state.max_steps, self.trainer.args.average)
-        if number:
-            assert self.trainer.optimizer is not None
-            average.add(self.trainer.optimizer, number)
+        self.trainer.average_weights()
         delayed = self.trainer.delayed
-        if state.is_world_process_zero:
-            line = {
-                "step": state.global_step,
-                "width": width_name(self.width),
-                "loss": self.loss,
-                **({"tiers": self.tier_losses} if self.tier_losses else {}),
-                "held": 0 if delayed is None else delayed.held,
-                "learning_rate": self._learning_rate,
-            }
-            path = FilePath(args.output_dir) / LOG_NAME
-            with writing(path, partial(how_to_go_on, path.parent)), path.open("a", encoding="utf-8") as log:
-                log.write(json.dumps(line) + "\n")
+        held = 0 if delayed is None else delayed.held
+        self._lines[-1].update(held=held, learning_rate=self._learning_rate)
+        # Several processes read together, so that all of them come to know who was asked to stop.
+        asked = self.trainer.asked_to_stop and args.world_size == 1
+        ends = control.should_save or control.should_training_stop or state.global_step >= state.max_steps
+        if asked or ends or len(self._lines) >= self.read_every:
+            if self._unread or asked:
+                self._read()
+            self._write(Path(args.output_dir) / LOG_NAME, state.is_world_process_zero)
         if self._stop:
             control.should_save = True
             control.should_training_stop = True
         if control.should_save and not all_finite(self.trainer.model):
             raise diverged("the weights are no longer finite", state.global_step, self.width)
 
+    def _read(self) -> None:
+        """Wait for the losses of the updates since the last time, and for whether one of the processes is to stop."""
+        unread, self._unread = self._unread, []
+        values = self.trainer.mean_over_processes([loss for _, _, loss in unread])
+        self._stop = self.trainer.interrupted
+        by_step = {line["step"]: line for line in self._lines}
+        for (step, width, _), loss in zip(unread, values, strict=True):
+            if not math.isfinite(loss):
+                raise diverged(f"the loss became {loss}", step, width)
+            self.trainer.selector.record(width, loss)
+            line = by_step[step]
+            if width_name(width) == line["width"]:
+                line["loss"] = self.loss = loss
+            else:
+                line.setdefault("tiers", {})[width_name(width)] = loss
+
+    def _write(self, path: Path, first: bool) -> None:
+        lines, self._lines = self._lines, []
+        if first:
+            with writing(path, partial(how_to_go_on, path.parent)), path.open("a", encoding="utf-8") as log:
+                for line in lines:
+                    ordered = {name: line[name] for name in LINE if name in line}
+                    log.write(json.dumps(ordered) + "\n")
+
+
+LINE = ("step", "width", "loss", "tiers", "held", "learning_rate")
+
 
 class ProgressLine(TrainerCallback):  # type: ignore[misc]
     """Reports the current width and the latest loss of every width after each update."""
 
-    def __init__(self, trainer: OtaroTrainer, path: PathCallback, progress: Progress) -> None:
+    def __init__(self, trainer: OtaroTrainer, update: UpdateCallback, progress: Progress) -> None:
         self.trainer = trainer
-        self.path = path
+        self.update = update
         self.progress = progress
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        losses = self.trainer.path.losses
+        losses = self.trainer.selector.losses
         text = " ".join(f"M{width.mantissa} {losses[width]:.3f}" for width in sorted(losses, reverse=True))
-        text = text or f"{self.path.loss:.3f}"
-        description = f"step {state.global_step} at {width_name(self.path.width)}, loss {text}"
+        text = text or f"{self.update.loss:.3f}"
+        description = f"step {state.global_step} at {width_name(self.update.width)}, loss {text}"
         self.progress(description, state.global_step, state.max_steps)
 
 
@@ -142,6 +169,7 @@ def settings(trainer: OtaroTrainer) -> dict[str, Any]:
     chosen = {name: getattr(trainer.args, name) for name in RESUMED}
     # Enumerations such as the schedule's are strings underneath; JSON gives the string back.
     plain = {name: str(value.value) if hasattr(value, "value") else value for name, value in chosen.items()}
+    plain["optim"] = plain["optim"].removesuffix("_fused")  # the same optimizer, as a GPU has it
     sequences = None if trainer.train_dataset is None else len(trainer.train_dataset)
     return {**plain, "processes": trainer.args.world_size, "model": trainer.signature, "sequences": sequences}
 
@@ -156,12 +184,13 @@ def model_signature(model: torch.nn.Module) -> str:
 @torch.no_grad()
 def all_finite(model: torch.nn.Module) -> bool:
     """Whether every trained weight is a number; asked before a checkpoint replaces a good one."""
+    checks: dict[torch.device, list[Tensor]] = {}
     for parameter in model.parameters():
-        # Of a sharded weight this process looks at its own shard.
-        weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if parameter.requires_grad and not bool(torch.isfinite(weight).all()):
-            return False
-    return True
+        if parameter.requires_grad:
+            # Of a sharded weight this process looks at its own shard.
+            weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            checks.setdefault(weight.device, []).append(torch.isfinite(weight).all())
+    return all(bool(torch.stack(found).all()) for found in checks.values())
 
 
 def diverged(what: str, step: int, width: Precision | None) -> OtaroError:
@@ -171,7 +200,7 @@ def diverged(what: str, step: int, width: Precision | None) -> OtaroError:
     )
 
 
-def cut_log(path: FilePath, step: int) -> None:
+def cut_log(path: Path, step: int) -> None:
     """Drop what was logged after a step: a run that goes on from there logs it again."""
     if not path.exists():
         return
@@ -186,15 +215,15 @@ def cut_log(path: FilePath, step: int) -> None:
     part.replace(path)
 
 
-def read_log(path: FilePath) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[dict[str, Any]]:
     """All lines of a log, each one update."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def losses_by_width(log: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """For each width of a log its losses with the numbers of their updates; a tier's are those of its turns."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    losses: dict[str, list[tuple[int, float]]] = {}
     for entry in log:
         for name, loss in {entry["width"]: entry["loss"], **entry.get("tiers", {})}.items():
-            found.setdefault(name, []).append((entry["step"], loss))
-    return found
+            losses.setdefault(name, []).append((entry["step"], loss))
+    return losses

@@ -66,7 +66,9 @@ def tune(
     optimizer: Annotated[
         str | None, typer.Option(help="adamw_torch, sgd or another of transformers' names; the recipe's if left out.")
     ] = None,
-    widths: Annotated[str, typer.Option(help="The widths to tune for: 'all', or names with commas between.")] = "all",
+    widths: Annotated[
+        str | None, typer.Option(help="The widths to tune for: 'all', or names with commas between.")
+    ] = None,
     scheme: Annotated[
         str | None, typer.Option(help="How weights are rounded, as in otaro pack; the recipe's if left out.")
     ] = None,
@@ -81,16 +83,21 @@ def tune(
     delay_apply: Annotated[
         str | None, typer.Option(help="Apply held gradients as their sum or mean; the recipe's if left out.")
     ] = None,
-    ultra_low: Annotated[str, typer.Option(help="The widths whose gradients are held back.")] = "E5M4,E5M3",
+    ultra_low: Annotated[
+        str | None, typer.Option(help="The widths whose gradients are held back; the recipe's if left out.")
+    ] = None,
     distillation: Annotated[
-        float, typer.Option(min=0, max=1, help="How much a tier learns from a wide width, not from the data.")
-    ] = 0.75,
-    questions: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="How much a tier learns from a wide width, not from the data; the recipe's if left out."
+        ),
+    ] = None,
+    completion_only: Annotated[
         bool | None,
         typer.Option(
-            "--questions/--no-questions",
-            help="Learn the questions of instructions and conversations too, not the answers alone. Left out: the "
-            "recipe's with tiers, the answers with other methods.",
+            "--completion-only/--no-completion-only",
+            help="Learn the answers of instructions and conversations only, not the prompts too. Left out: the "
+            "recipe's with tiers, the answers only with other methods.",
         ),
     ] = None,
     average: Annotated[
@@ -134,12 +141,18 @@ def tune(
     seed: Annotated[int, typer.Option(help="Decides the order of the data and random widths.")] = 0,
     report_to: Annotated[str, typer.Option(help="Also report to tensorboard, wandb or another such tool.")] = "none",
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile", help="Compile the model, which the first updates wait for. Left out: on a GPU."
+        ),
+    ] = None,
 ) -> None:
     """Tune a model once, so that it is good at every precision."""
     import torch
 
     from otaro.tune.config import TuneArguments
-    from otaro.tune.config import recipe as find_recipe
+    from otaro.tune.recipe import find_recipe, settings
 
     work = out.with_name(f"{out.name}.tuning")
     if resume and (updates := finished_updates(out)) is not None:
@@ -155,42 +168,37 @@ def tune(
         raise OtaroError("early stopping watches the loss on a text: give it with --eval-text")
     if early_stopping is not None and average:
         raise OtaroError("early stopping keeps the best checkpoint, not an average: leave --average out")
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "method": method,
         "learning_rate": learning_rate,
         "optim": optimizer,
+        "widths": widths,
         "scheme": scheme,
         "group_size": group_size,
         "exploration": exploration,
         "delay": delay,
         "delay_apply": delay_apply,
+        "ultra_low": ultra_low,
+        "distillation": distillation,
+        "completion_only": completion_only,
+        "average": average,
         "embedding_floor": embedding_floor,
     }
-    options = {**find_recipe(recipe), **{name: value for name, value in given.items() if value is not None}}
-    if method is None and options["method"] == "tiers":
-        reason = no_tiers(lora, options["scheme"])
+    options = {name: value for name, value in options.items() if value is not None}
+    constants = find_recipe(recipe)
+    if method is None and constants.method == "tiers":
+        reason = no_tiers(lora, scheme or constants.scheme)
         if reason is not None:
             options["method"] = "bps"
             if _is_first():
                 note(f"{reason}, so the method is bps")
-    if early_stopping is not None or options["method"] != "tiers":
-        options["average"] = 0.0
-    if average is not None:
-        options["average"] = average
-    if options["method"] != "tiers":
-        options["questions"] = False
-    if questions is not None:
-        options["questions"] = questions
     args = TuneArguments(
-        **options,
+        **settings(recipe, **options, load_best_model_at_end=early_stopping is not None),
         output_dir=str(work),
         max_steps=-1 if steps is None else steps,
         num_train_epochs=epochs,
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=gradient_accumulation,
-        widths=widths,
-        ultra_low=ultra_low,
-        distillation=distillation,
         bf16=bf16,
         fp16=fp16,
         gradient_checkpointing=gradient_checkpointing,
@@ -199,7 +207,6 @@ def tune(
         save_total_limit=1,
         eval_strategy="no" if early_stopping is None else "steps",
         eval_steps=save_steps,
-        load_best_model_at_end=early_stopping is not None,
         metric_for_best_model="eval_loss",
         greater_is_better=False,
         seed=seed,
@@ -207,6 +214,7 @@ def tune(
         logging_steps=10 if report_to != "none" else 500,
         disable_tqdm=True,
         use_cpu=cpu or not torch.accelerator.is_available(),
+        compile=compile,
     )
     text = None if eval_text is None else eval_text.read_bytes()
     run(
@@ -279,10 +287,10 @@ def run(
     from otaro.tune.writing import writing
 
     work = Path(args.output_dir)
-    found = last_complete(work)
-    if not resume and found is not None:
+    checkpoint = last_complete(work)
+    if not resume and checkpoint is not None:
         raise OtaroError(f"{work} holds a run that was not finished: add --resume to go on, or delete that folder")
-    if resume and found is None:
+    if resume and checkpoint is None:
         raise OtaroError(f"there is no checkpoint in {work} to go on from: start without --resume")
     first = _is_first()
     with open_source(model) as source, progress_bar() if first else nullcontext(_silence) as progress:
@@ -309,11 +317,11 @@ def run(
         )
         left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""
         if first:
-            asked = ", questions learned too" if args.questions and blocks.questions else ""
+            asked = ", prompts learned too" if blocks.prompt_tokens and not args.completion_only else ""
             rate = f", learning rate {trainer.args.learning_rate:.3g}"
             note(f"{len(blocks)} sequences, {blocks.tokens} tokens{asked}{left_out}{rate}")
         before = measure_before(trainer, work, measured, sequence_length, progress, resume=resume)
-        trainer.train(found)
+        trainer.train(checkpoint)
         if trainer.interrupted:
             if first:
                 note(f"stopped after {trainer.state.global_step} updates: add --resume to the same command to go on")
@@ -332,7 +340,7 @@ def run(
             figures = {
                 "model": source.label,
                 "method": args.method,
-                "questions": args.questions,
+                "completion_only": args.completion_only,
                 "learning_rate": trainer.args.learning_rate,
                 "updates": trainer.state.global_step,
                 "kept_update": trainer.state.best_global_step if early_stopping else trainer.state.global_step,
@@ -342,7 +350,7 @@ def run(
                 "tokens": blocks.tokens,
                 "perplexity_before": report.finite(before),
                 "perplexity_after": report.finite(after),
-                "batches": {str(width): count for width, count in trainer.path.counts.items()},
+                "batches": {str(width): count for width, count in trainer.selector.counts.items()},
             }
             with writing(out, partial(how_to_go_on, work)):
                 write_json(figures, work / REPORT_NAME)

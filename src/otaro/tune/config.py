@@ -1,4 +1,4 @@
-"""The settings of a tuning run, and the recipes: sets of settings under one name.
+"""The settings of a tuning run; sets of them under one name are recipes (`otaro.tune.recipe`).
 
 :class:`TuneArguments` are transformers' own training arguments with those of the method beside them, so everything the
 Trainer can do (mixed precision, gradient accumulation and checkpointing, schedules, reporting) is set in one place.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import TrainingArguments
 
@@ -16,7 +15,8 @@ from otaro.errors import OtaroError
 from otaro.precision import EMBEDDING_FLOOR, Precision, parse_precisions
 from otaro.sefp import Format
 from otaro.tune.delay import APPLY
-from otaro.tune.path import Path, make_path
+from otaro.tune.recipe import Recipe, find_recipe
+from otaro.tune.selector import WidthSelector, make_selector
 
 MOST_TIERS = 2
 """What the GPU kernel knows."""
@@ -30,6 +30,9 @@ DEEPSPEED_REFUSED = (
 class TuneArguments(TrainingArguments):  # type: ignore[misc]
     """Everything a run is set by. Widths are written as text, ``all`` or ``E5M8,E5M4``, so that they parse and save."""
 
+    recipe: str = field(
+        default="default", metadata={"help": "Where the constants come from that are no settings: default or paper."}
+    )
     method: str = field(
         default="otaro",
         metadata={"help": "otaro (BPS and LAA), bps, uniform, tiers, fixed:E5M8 … fixed:E5M3, or fp16."},
@@ -44,21 +47,25 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         default=0.75,
         metadata={"help": "How much of a tier's loss is the divergence from a wide width (tiers only)."},
     )
-    questions: bool = field(
-        default=False,
-        metadata={"help": "Also learn tokens without a label: questions; tiers from predictions alone."},
+    completion_only: bool = field(
+        default=True,
+        metadata={
+            "help": "Learn tokens with a label only; else prompts too, which tiers learn from predictions alone."
+        },
     )
     average: float = field(
         default=0.0, metadata={"help": "The share of the run, at its end, over which weights are averaged."}
     )
+    compile: bool | None = field(
+        default=None, metadata={"help": "Compile layers and losses, which pays on a GPU; left out: there only."}
+    )
+    compile_backend: str = field(default="inductor", metadata={"help": "What torch.compile compiles with."})
     scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
     group_size: int = field(default=64, metadata={"help": "Weights that share a scale."})
     embedding_floor: str = field(
         default=str(EMBEDDING_FLOOR), metadata={"help": "Embeddings and output head never go below this width."}
     )
-    learning_rate: float | None = field(
-        default=None, metadata={"help": "Left out: what `default_learning_rate` gives for model and batch."}
-    )
+    learning_rate: float | None = field(default=None, metadata={"help": "Left out: the recipe's, for model and batch."})
     # A loss that is not finite ends the run, so the Trainer need not look for one at every batch.
     logging_nan_inf_filter: bool = field(default=False)
     ddp_find_unused_parameters: bool | None = field(default=False)
@@ -78,15 +85,15 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError(f"an average over {self.average} of the run is no share: choose from 0 to 1")
         if self.average and self.load_best_model_at_end:
             raise OtaroError("a run gives its best checkpoint or an average of its weights, not both: set average to 0")
-        _ = self.path_widths, self.ultra_low_widths, self.tier_widths, self.format, self.floor
-        self.make_path()
+        _ = self.tuned_widths, self.ultra_low_widths, self.tier_widths, self.format, self.floor
+        self.make_selector()
         try:
             super().__post_init__()
         except ValueError as error:
             raise OtaroError(str(error)) from error
 
     @property
-    def path_widths(self) -> list[Precision]:
+    def tuned_widths(self) -> list[Precision]:
         return parse_precisions(self.widths)
 
     @property
@@ -96,7 +103,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     @property
     def tier_widths(self) -> list[Precision]:
         """Of the widths to tune for those with weights of their own, the narrowest first; never the widest."""
-        wanted = self.path_widths
+        wanted = self.tuned_widths
         return sorted(width for width in parse_precisions(self.tiers) if width in wanted and width < max(wanted))
 
     @property
@@ -117,13 +124,24 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         """How many more there are than this process uses."""
         return super().n_gpu - self.n_gpu
 
-    def make_path(self) -> Path:
-        return make_path(
-            self.method, self.path_widths, exploration=self.exploration, seed=self.seed, tiers=self.tier_widths
+    @property
+    def constants(self) -> Recipe:
+        """What is no setting."""
+        return find_recipe(self.recipe)
+
+    def make_selector(self) -> WidthSelector:
+        return make_selector(
+            self.method,
+            self.tuned_widths,
+            self.constants,
+            exploration=self.exploration,
+            seed=self.seed,
+            tiers=self.tier_widths,
         )
 
 
 RESUMED = (
+    "recipe",
     "method",
     "widths",
     "exploration",
@@ -132,7 +150,7 @@ RESUMED = (
     "ultra_low",
     "tiers",
     "distillation",
-    "questions",
+    "completion_only",
     "average",
     "scheme",
     "group_size",
@@ -153,60 +171,3 @@ RESUMED = (
     "fp16",
 )
 """The settings that a resumed run must share with the one it goes on from, else it would be a run of neither."""
-
-RECIPES: dict[str, dict[str, Any]] = {
-    # The paper's settings. Its figures before tuning rule out plain truncation: `nearest` is what matches them.
-    "paper": {
-        "optim": "sgd",
-        "learning_rate": 1e-5,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": 0.0,
-        "method": "otaro",
-        "exploration": 5.0,
-        "delay": 10,
-        "delay_apply": "sum",
-        "scheme": "nearest",
-        "group_size": 64,
-    },
-    # What held up best (docs/tuning.md, docs/results.md). The learning rate depends on model and batch: see
-    # `default_learning_rate`.
-    "default": {
-        "optim": "adamw_torch",
-        "lr_scheduler_type": "cosine",
-        "average": 0.4,
-        "questions": True,
-        "warmup_steps": 0.03,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "method": "tiers",
-        "exploration": 5.0,
-        "delay": 10,
-        "delay_apply": "sum",
-        "scheme": "nested",
-        "group_size": 64,
-    },
-}
-
-
-REFERENCE_RATE, REFERENCE_SIZE, REFERENCE_TOKENS = 3e-4, 576, 8192
-"""The learning rate that was chosen by trial, for a model of that hidden size and updates of so many tokens."""
-
-
-def default_learning_rate(hidden_size: int | None, tokens: float | None) -> float:
-    """The learning rate of a run that none was given for.
-
-    Wider layers take smaller steps, in proportion; `hidden_size` is None for adapters, which are not scaled. Updates of
-    fewer `tokens`, over all micro-batches and processes, have noisier gradients, by the square root, and steps smaller
-    by as much. Larger updates, and those whose tokens are not known, take the rate of the reference.
-    """
-    size = 1.0 if hidden_size is None else REFERENCE_SIZE / hidden_size
-    noise = 1.0 if tokens is None else min(1.0, tokens / REFERENCE_TOKENS) ** 0.5
-    return REFERENCE_RATE * size * noise
-
-
-def recipe(name: str) -> dict[str, Any]:
-    """The settings of a recipe, to be changed freely."""
-    if name not in RECIPES:
-        raise OtaroError(f"unknown recipe {name!r}: choose {' or '.join(RECIPES)}")
-    return dict(RECIPES[name])

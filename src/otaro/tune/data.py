@@ -8,7 +8,7 @@ of a JSONL file or a data set is one of
     {"messages": [{"role": …, "content": …}, …]} a conversation, written out by the model's chat template
 
 Text is learned whole. Of requests and conversations the answers have labels, and what they answer has none: it is read
-but not predicted, unless :class:`WithQuestions` gives it labels too. Pieces with and without labels are tokenised
+but not predicted, unless :func:`learn_prompts` gives it labels too. Pieces with and without labels are tokenised
 apart, as they are when the model is used. An example begins with the token for the beginning (BOS) if the model wants
 it there, and ends with the one for the end (EOS).
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,8 +36,8 @@ from otaro.tokenizer import TemplateError, beginning, encode, encode_all, write_
 
 IGNORED = -100
 """The label of a token that is not predicted, as transformers has it."""
-QUESTIONS = "otaro_questions"
-"""What a batch calls the mask of the tokens that are questions, where these are learned."""
+PROMPT_MASK = "otaro_prompt"
+"""What a batch calls the mask of the tokens that are prompt, where these are learned."""
 TEXTS_AT_ONCE = 512
 """Texts that the tokenizer gets in one call."""
 LOOKED_AT = 1000
@@ -80,7 +80,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return max((max(ids) for ids in self.ids if ids), default=0)
 
     @property
-    def questions(self) -> int:
+    def prompt_tokens(self) -> int:
         """Tokens without a label."""
         return sum(labels.count(IGNORED) for labels in self.labels)
 
@@ -103,17 +103,17 @@ def load_blocks(
     return blocks
 
 
-def mean_length(sequences: Any) -> float | None:
-    """Tokens of a sequence, from up to LOOKED_AT of a data set; None of a stream, which has no length to look through.
+def lengths(sequences: Any) -> list[int]:
+    """Tokens of up to LOOKED_AT sequences of a data set; none of a stream, which has no length to look through.
 
     A data set is anything the Trainer takes.
     """
     try:
         count = len(sequences)
     except TypeError:
-        return None
+        return []
     looked_at = range(0, count, -(-count // LOOKED_AT)) if count else range(0)
-    return sum(len(sequences[index]["input_ids"]) for index in looked_at) / max(1, len(looked_at))
+    return [len(sequences[index]["input_ids"]) for index in looked_at]
 
 
 def text_blocks(token_ids: Tensor, length: int) -> Blocks:
@@ -132,7 +132,7 @@ def _pack(tokens: Iterable[tuple[list[int], list[int]]], length: int, named: str
             "choose shorter sequences"
         )
     cut = [slice(start, start + length) for start in range(0, count * length, length)]
-    # A block without an answer in it would give no loss; it is left out where questions are learned, too.
+    # A block without an answer in it would give no loss; it is left out where prompts are learned, too.
     kept = [part for part in cut if any(label != IGNORED for label in labels[part][1:])]
     return Blocks([ids[part] for part in kept], [labels[part] for part in kept], len(cut) - len(kept))
 
@@ -179,29 +179,23 @@ class Collator:
         return batch
 
 
-@dataclass(frozen=True)
-class WithQuestions:
-    """Around a collator: what has no label and is no padding, questions, is to be learned too.
+def learn_prompts(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch in which prompts, what has no label and is no padding, are learned too.
 
-    The mask QUESTIONS in the batch says where they are: tiers learn them from predictions alone.
+    PROMPT_MASK in it says where they are: the narrow pass of an update learns them from predictions alone.
     """
-
-    collator: Callable[[Any], Any]
-
-    def __call__(self, sequences: Any) -> dict[str, Any]:
-        batch = dict(self.collator(sequences))
-        if "labels" not in batch:
-            return batch
-        questions = batch["labels"] == IGNORED
-        mask = batch.get("attention_mask")
-        if mask is not None:
-            if not isinstance(mask, Tensor) or mask.shape != questions.shape:
-                raise OtaroError(
-                    "the collator's attention mask does not say which tokens are padding, so questions cannot be told "
-                    "from it: give one of the shape of the labels, or set questions to False"
-                )
-            questions &= mask.bool()
-        return {**batch, "labels": torch.where(questions, batch["input_ids"], batch["labels"]), QUESTIONS: questions}
+    if "labels" not in batch:
+        return batch
+    prompt = batch["labels"] == IGNORED
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape != prompt.shape:
+            raise OtaroError(
+                "the collator's attention mask does not say which tokens are padding, so prompts cannot be told from "
+                "it: give one of the shape of the labels, or set completion_only to True"
+            )
+        prompt &= mask.bool()
+    return {**batch, "labels": torch.where(prompt, batch["input_ids"], batch["labels"]), PROMPT_MASK: prompt}
 
 
 def make_collator(tokenizer: Any) -> Collator:

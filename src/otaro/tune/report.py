@@ -1,4 +1,4 @@
-"""What a run did to the model: perplexity at every width before and after, the path over time, the loss per width."""
+"""What a run did to the model: perplexity at every width before and after, the widths over time, the loss per width."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def as_it_is(model: nn.Module) -> Iterator[None]:
 
 
 def table(before: Perplexities, after: Perplexities, log: Sequence[dict[str, Any]]) -> ResultTable:
-    """One row per width: perplexity before and after, how often the path took it, its last loss."""
+    """One row per width: perplexity before and after, how often it was taken, its last loss."""
     measured = bool(after)
     perplexities = ("perplexity before", "perplexity after") if measured else ()
     result = ResultTable("precision", *perplexities, "batches", "last loss")
@@ -87,7 +87,7 @@ def finite(values: Perplexities) -> dict[str, float | None]:
 
 
 def write_plot(log: Sequence[dict[str, Any]], before: Perplexities, after: Perplexities, path: Path) -> bool:
-    """Draw the path over time, the loss per width and, where it was measured, perplexity before and after.
+    """Draw the widths over time, the loss per width and, where it was measured, perplexity before and after.
 
     False where matplotlib is not installed.
     """
@@ -97,7 +97,7 @@ def write_plot(log: Sequence[dict[str, Any]], before: Perplexities, after: Perpl
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(13, 6) if after else (9, 6), layout="constrained")
-    rows = [["path", "perplexity"], ["loss", "perplexity"]] if after else [["path"], ["loss"]]
+    rows = [["widths", "perplexity"], ["loss", "perplexity"]] if after else [["widths"], ["loss"]]
     axes: dict[str, Any] = figure.subplot_mosaic(rows, height_ratios=[1, 2.5], width_ratios=[2, 1] if after else [1])
     taken = losses_by_width(log)
     everything = [*map(str, Precision), "full"]
@@ -106,13 +106,13 @@ def write_plot(log: Sequence[dict[str, Any]], before: Perplexities, after: Perpl
         steps, values = zip(*taken[name], strict=True)
         color = f"C{everything.index(name)}"
         few = len(steps) <= MARKED
-        axes["path"].plot(steps, [row] * len(steps), "s" if few else "|", markersize=7, color=color)
+        axes["widths"].plot(steps, [row] * len(steps), "s" if few else "|", markersize=7, color=color)
         axes["loss"].plot(steps, values, marker="o" if few else None, linewidth=1, color=color, label=name)
-    axes["path"].set_yticks(range(len(names)), names)
-    axes["path"].set_ylim(-0.6, len(names) - 0.4)
+    axes["widths"].set_yticks(range(len(names)), names)
+    axes["widths"].set_ylim(-0.6, len(names) - 0.4)
     axes["loss"].legend(title="loss at", fontsize="small", title_fontsize="small", reverse=True)
     axes["loss"].set_xlabel("update")
-    for name, title in (("path", "width of each update"), ("loss", "loss")):
+    for name, title in (("widths", "width of each update"), ("loss", "loss")):
         axes[name].set_title(title, fontsize="medium")
         axes[name].set_xlim(log[0]["step"] - 0.5, log[-1]["step"] + 0.5)
         axes[name].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

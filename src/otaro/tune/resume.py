@@ -67,9 +67,9 @@ def check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
     if state is None:
         raise OtaroError(f"{checkpoint} is not a complete checkpoint: resume from an earlier one")
     try:
-        saved = state["stateful_callbacks"]["PathCallback"]["attributes"]["settings"]
+        saved = state["stateful_callbacks"]["UpdateCallback"]["attributes"]["settings"]
     except (KeyError, TypeError) as error:
-        raise OtaroError(f"{checkpoint} was not written by otaro tune: it holds no path to go on from") from error
+        raise OtaroError(f"{checkpoint} was not written by otaro tune: it holds nothing to go on from") from error
     for name, value in settings.items():
         if saved.get(name) != value:
             raise OtaroError(

@@ -11,17 +11,19 @@ import torch
 from otaro.errors import OtaroError, PrecisionError
 from otaro.precision import Precision
 from otaro.tune.delay import DelayedOptimizer
-from otaro.tune.path import BitWidthPathSearch, Path, TieredPath, UniformPath, make_path
+from otaro.tune.recipe import Recipe
+from otaro.tune.selector import BitWidthPathSearch, UniformSelector, WideSelector, WidthSelector, make_selector
 
 M8, M7, M6, M5, M4, M3 = Precision
 
 
-def walk(path: Path, losses: dict[Precision, float], batches: int) -> list[Precision | None]:
+def walk(selector: WidthSelector, losses: dict[Precision, float], batches: int) -> list[Precision | None]:
     chosen = []
     for _ in range(batches):
-        width = path.choose()
-        assert path.choose() == width
-        path.record(width, 0.0 if width is None else losses[width])
+        width = selector.select()
+        assert selector.select() == width
+        selector.count(width)
+        selector.record(width, 0.0 if width is None else losses[width])
         chosen.append(width)
     return chosen
 
@@ -31,21 +33,22 @@ def test_first_visits_go_from_the_widest_down() -> None:
 
 
 def test_scores_are_those_computed_by_hand() -> None:
-    path = BitWidthPathSearch([M8, M4, M3], exploration=5.0)
-    walk(path, {M8: 2.0, M4: 2.5, M3: 3.0}, 3)
+    selector = BitWidthPathSearch([M8, M4, M3], exploration=5.0)
+    walk(selector, {M8: 2.0, M4: 2.5, M3: 3.0}, 3)
     # Batch 4, each width seen once: 5·sqrt(ln 4) = 5.887050112577373.
-    assert path.scores() == pytest.approx({M8: 3.887050112577373, M4: 3.387050112577373, M3: 2.887050112577373})
-    assert path.choose() == M8
-    path.record(M8, 1.9)
+    assert selector.scores() == pytest.approx({M8: 3.887050112577373, M4: 3.387050112577373, M3: 2.887050112577373})
+    assert selector.select() == M8
+    selector.count(M8)
+    selector.record(M8, 1.9)
     # Batch 5: 5·sqrt(ln 5 / 2) − 1.9 for E5M8, 5·sqrt(ln 5) − loss for the others.
-    assert path.scores() == pytest.approx({M8: 2.585306, M4: 3.843181, M3: 3.343181}, abs=1e-6)
-    assert path.choose() == M4
+    assert selector.scores() == pytest.approx({M8: 2.585306, M4: 3.843181, M3: 3.343181}, abs=1e-6)
+    assert selector.select() == M4
 
 
 def test_ties_go_to_the_wider() -> None:
-    path = BitWidthPathSearch(Precision)
-    walk(path, dict.fromkeys(Precision, 1.0), 6)
-    assert path.choose() == M8
+    selector = BitWidthPathSearch(Precision)
+    walk(selector, dict.fromkeys(Precision, 1.0), 6)
+    assert selector.select() == M8
 
 
 def test_the_path_leans_toward_wider_widths_as_time_passes() -> None:
@@ -60,40 +63,40 @@ def test_the_path_leans_toward_wider_widths_as_time_passes() -> None:
 
 
 @pytest.mark.parametrize("method", ["bps", "uniform", "fixed:E5M4", "fp16"])
-def test_a_restored_path_goes_on_as_the_first_would(method: str) -> None:
+def test_a_restored_selector_goes_on_as_the_first_would(method: str) -> None:
     losses = {width: 2 + 0.1 * (8 - width.mantissa) for width in Precision}
-    whole, begun = (make_path(method, Precision, seed=4) for _ in range(2))
+    whole, begun = (make_selector(method, Precision, Recipe(), seed=4) for _ in range(2))
     expected = walk(whole, losses, 50)
     assert walk(begun, losses, 23) == expected[:23]
-    begun.choose()
+    begun.select()
     state = json.loads(json.dumps(begun.state_dict()))
-    restored = make_path(method, Precision, seed=99)
+    restored = make_selector(method, Precision, Recipe(), seed=99)
     restored.load_state_dict(state)
     assert walk(restored, losses, 27) == expected[23:]
 
 
 def test_uniform_draws_every_width_about_as_often() -> None:
-    counts = Counter(walk(UniformPath(Precision, seed=1), dict.fromkeys(Precision, 1.0), 1200))
+    counts = Counter(walk(UniformSelector(Precision, seed=1), dict.fromkeys(Precision, 1.0), 1200))
     assert all(150 < counts[width] < 250 for width in Precision)
 
 
 def test_a_state_over_other_widths_is_refused() -> None:
-    path = make_path("bps", [M8, M3])
-    with pytest.raises(OtaroError, match="over E5M8, E5M3, not over E5M8, E5M4"):
-        make_path("bps", [M8, M4]).load_state_dict(path.state_dict())
+    selector = make_selector("bps", [M8, M3], Recipe())
+    with pytest.raises(OtaroError, match="widths are E5M8, E5M3, not E5M8, E5M4"):
+        make_selector("bps", [M8, M4], Recipe()).load_state_dict(selector.state_dict())
 
 
 @pytest.mark.parametrize("method", ["", "otaro:E5M3", "fixed", "random", "fp16:E5M3"])
 def test_an_unknown_method_is_refused(method: str) -> None:
     with pytest.raises(OtaroError, match="unknown method"):
-        make_path(method, Precision)
+        make_selector(method, Precision, Recipe())
 
 
 def test_a_fixed_width_must_exist() -> None:
     with pytest.raises(PrecisionError, match="E5M9"):
-        make_path("fixed:E5M9", Precision)
+        make_selector("fixed:E5M9", Precision, Recipe())
     with pytest.raises(OtaroError, match="no widths"):
-        make_path("bps", [])
+        make_selector("bps", [], Recipe())
 
 
 @pytest.mark.parametrize(
@@ -110,29 +113,29 @@ def test_tiers_take_turns_with_the_wide_widths(
     widths: list[Precision], tiers: list[Precision], hurt: float, turns: list[Precision]
 ) -> None:
     """The narrowest of them has turns if it is hurt by rounding."""
-    path = make_path("tiers", widths, tiers=tiers)
-    assert isinstance(path, TieredPath)
-    assert path.choose() == turns[0]
+    selector = make_selector("tiers", widths, Recipe(), tiers=tiers)
+    assert isinstance(selector, WideSelector)
+    assert selector.select() == turns[0]
     losses = {turns[0]: 2.0, **({M5: 2.0 + hurt} if M5 in widths else {})}
-    path.begin(losses)
+    selector.begin(losses)
     seen = []
     for number in range(9):
-        assert path.choose() == path.choose()
-        seen.append(path.choose())
-        path.record(seen[-1], 1.0)
+        assert selector.select() == selector.select()
+        seen.append(selector.select())
+        selector.count(seen[-1])
         if tiers:
-            path.record(tiers[number % len(tiers)], 2.0)
-        restored = make_path("tiers", widths, tiers=tiers)
-        assert isinstance(restored, TieredPath)
-        restored.load_state_dict(path.state_dict())
+            selector.count(tiers[number % len(tiers)])
+        restored = make_selector("tiers", widths, Recipe(), tiers=tiers)
+        assert isinstance(restored, WideSelector)
+        restored.load_state_dict(selector.state_dict())
         restored.begin(losses)
-        assert restored.choose() == path.choose()
+        assert restored.select() == selector.select()
     assert seen == 3 * turns
 
 
 def test_tiers_leave_a_width_without_one() -> None:
     with pytest.raises(OtaroError, match="has a tier"):
-        make_path("tiers", [M4, M3], tiers=[M3, M4])
+        make_selector("tiers", [M4, M3], Recipe(), tiers=[M3, M4])
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -37,6 +37,17 @@ class Refresher:
         self._batches: dict[tuple[object, ...], Any] = {}
         self._known: set[tuple[object, ...]] = set()
 
+    @property
+    def width(self) -> Precision | None:
+        """What was asked for last; None is full precision."""
+        return self._simulated[0].precision
+
+    def set_width(self, width: Precision | None, *, again: bool = False) -> None:
+        """Compute at a width from now on; None is full precision. `again`: the weights have not changed since."""
+        for layer in self._simulated:
+            layer.precision = width
+        self(again=again)
+
     def in_own_type(self) -> Refresher:
         """One that fills the same layers with values of the weights' own type."""
         if self._dtype is None:

@@ -1,4 +1,4 @@
-"""Which width the next batch is computed at.
+"""Which width the next update is computed at.
 
 BPS, the exploitation-exploration bit-width path search: at batch t it picks
 
@@ -9,8 +9,8 @@ widths attractive, the second prefers widths with a small loss; as t grows the f
 wider widths, whose gradients agree best with everybody's. A width that was never picked goes first, the widest of them
 leading, so nothing is divided by zero; ties go to the wider one.
 
-The baselines are paths too: one width for all batches, widths drawn at random, and no width at all (full precision).
-Pure Python; a path's state is JSON.
+The baselines select too: one width for all batches, a width drawn at random, and no width at all (full precision).
+Pure Python; a selector's state is JSON.
 """
 
 from __future__ import annotations
@@ -23,10 +23,17 @@ from typing import Any
 
 from otaro.errors import OtaroError
 from otaro.precision import Precision, join
+from otaro.tune.recipe import Recipe
 
 
-class Path(ABC):
-    """Chooses a width for each batch and is told the loss it gave."""
+class WidthSelector(ABC):
+    """Selects the width of each update, and is told which were computed at and, sooner or later, what loss they gave.
+
+    `losses` are the latest ones by width. Where `needs_losses` is true they must be known when the next width is
+    selected.
+    """
+
+    needs_losses = False
 
     def __init__(self, widths: Iterable[Precision]) -> None:
         self.widths = sorted(set(widths), reverse=True)
@@ -34,13 +41,17 @@ class Path(ABC):
         self.losses: dict[Precision, float] = {}
 
     @abstractmethod
-    def choose(self) -> Precision | None:
-        """The width of the next batch; None is full precision. Asking twice without `record` gives the same."""
+    def select(self) -> Precision | None:
+        """The width of the next update; None is full precision. Asking twice without `count` gives the same."""
 
-    def record(self, width: Precision | None, loss: float) -> None:
-        """A batch was computed at `width` and gave `loss`."""
+    def count(self, width: Precision | None) -> None:
+        """An update was computed at `width`."""
         if width is not None:
             self.counts[width] += 1
+
+    def record(self, width: Precision | None, loss: float) -> None:
+        """An update computed at `width` gave `loss`."""
+        if width is not None:
             self.losses[width] = loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,21 +64,23 @@ class Path(ABC):
         counts = {Precision(width): count for width, count in state["counts"].items()}
         if set(counts) != set(self.widths):
             raise OtaroError(
-                f"the checkpoint's path is over {join(counts)}, not over {join(self.widths)}: "
+                f"the checkpoint's widths are {join(counts)}, not {join(self.widths)}: "
                 "resume with the widths the run was begun with"
             )
         self.counts = {width: counts[width] for width in self.widths}
         self.losses = {Precision(width): loss for width, loss in state["losses"].items()}
 
 
-class BitWidthPathSearch(Path):
+class BitWidthPathSearch(WidthSelector):
     """BPS. `exploration` is the paper's λ."""
+
+    needs_losses = True
 
     def __init__(self, widths: Iterable[Precision], exploration: float = 5.0) -> None:
         super().__init__(widths)
         self.exploration = exploration
 
-    def choose(self) -> Precision:
+    def select(self) -> Precision:
         for width in self.widths:
             if self.counts[width] == 0:
                 return width
@@ -83,7 +96,7 @@ class BitWidthPathSearch(Path):
         }
 
 
-class UniformPath(Path):
+class UniformSelector(WidthSelector):
     """Every width with the same probability, from a seed."""
 
     def __init__(self, widths: Iterable[Precision], seed: int = 0) -> None:
@@ -91,13 +104,13 @@ class UniformPath(Path):
         self._random = random.Random(seed)
         self._chosen: Precision | None = None
 
-    def choose(self) -> Precision:
+    def select(self) -> Precision:
         if self._chosen is None:
             self._chosen = self._random.choice(self.widths)
         return self._chosen
 
-    def record(self, width: Precision | None, loss: float) -> None:
-        super().record(width, loss)
+    def count(self, width: Precision | None) -> None:
+        super().count(width)
         self._chosen = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,62 +125,61 @@ class UniformPath(Path):
         self._chosen = None if state["chosen"] is None else Precision(state["chosen"])
 
 
-class FixedPath(Path):
+class FixedSelector(WidthSelector):
     """One width for every batch, or full precision."""
 
     def __init__(self, width: Precision | None) -> None:
         super().__init__([] if width is None else [width])
         self._width = width
 
-    def choose(self) -> Precision | None:
+    def select(self) -> Precision | None:
         return self._width
 
 
-WORTH_A_TURN = 0.04
-"""How much worse than at the widest width a loss before tuning must be for a width to have turns of its own."""
+class WideSelector(WidthSelector):
+    """The width of the wide pass where narrow widths have tiers, which take turns by themselves (:meth:`narrow`).
 
-
-def is_hurt(losses: Mapping[Precision, float], widest: Precision, width: Precision) -> bool:
-    """Whether a model loses enough by rounding to a width, before tuning, for turns at it to pay."""
-    return losses[width] - losses[widest] >= WORTH_A_TURN
-
-
-class TieredPath(Path):
-    """The widest width; every third time the narrowest that is wider than all tiers, if rounding to it hurts the model.
-
-    Whether it does, the losses before tuning tell (`begin`, to be told again after a resume); docs/results.md has the
-    trials. The trainer then goes through the tiers by itself (see `otaro.tune.tiers`).
+    It is the widest. If rounding to the narrowest width without a tier hurts the model, the last of every `cycle` wide
+    passes is at that one. Whether it does, losses before tuning tell (`begin`, to be told again after a resume).
     """
 
-    def __init__(self, widths: Iterable[Precision], tiers: Iterable[Precision]) -> None:
+    def __init__(self, widths: Iterable[Precision], tiers: Iterable[Precision], cycle: int, loss_gap: float) -> None:
         super().__init__(widths)
-        widest_tier = max(tiers, default=None)
-        wide = [width for width in self.widths if widest_tier is None or width > widest_tier]
+        self._tiers = sorted(tiers, reverse=True)
+        wide = [width for width in self.widths if not self._tiers or width > self._tiers[0]]
         if not wide:
             raise OtaroError(f"the widest of {join(self.widths)} has a tier: leave it without")
         self.wide = (wide[0], wide[-1])
+        self._cycle = cycle
+        self._loss_gap = loss_gap
         self._turns: tuple[Precision, ...] = self.wide[:1]
 
     def begin(self, losses: Mapping[Precision, float]) -> None:
         """Learn the losses at the wide widths before tuning."""
         widest, narrowest = self.wide
-        self._turns = (widest, widest, narrowest) if is_hurt(losses, widest, narrowest) else (widest,)
+        hurt = losses[narrowest] - losses[widest] >= self._loss_gap
+        self._turns = (*[widest] * (self._cycle - 1), narrowest) if hurt else (widest,)
 
-    def choose(self) -> Precision:
+    def select(self) -> Precision:
         return self._turns[sum(self.counts[width] for width in set(self.wide)) % len(self._turns)]
 
+    def narrow(self, update: int) -> Precision | None:
+        """The tier whose turn it is in the n-th update, counted from 0."""
+        return self._tiers[update % len(self._tiers)] if self._tiers else None
 
-def make_path(
+
+def make_selector(
     method: str,
     widths: Iterable[Precision],
+    recipe: Recipe,
     *,
     exploration: float = 5.0,
     seed: int = 0,
     tiers: Iterable[Precision] = (),
-) -> Path:
-    """The path of a method: ``otaro`` and ``bps`` search, ``uniform`` draws, ``fixed:E5M3`` stays, ``fp16`` is none.
+) -> WidthSelector:
+    """That of a method: ``otaro`` and ``bps`` search, ``uniform`` draws, ``fixed:E5M3`` stays, ``fp16`` has no width.
 
-    ``tiers`` goes through the widths without a tier; which tier has its turn beside, `otaro.tune.tiers` says.
+    ``tiers`` goes through the widths without a tier.
     """
     name, _, width = method.partition(":")
     widths = list(widths)
@@ -176,11 +188,11 @@ def make_path(
     if name in ("otaro", "bps") and not width:
         return BitWidthPathSearch(widths, exploration)
     if name == "uniform" and not width:
-        return UniformPath(widths, seed)
+        return UniformSelector(widths, seed)
     if name == "tiers" and not width:
-        return TieredPath(widths, tiers)
+        return WideSelector(widths, tiers, recipe.wide_cycle, recipe.wide_loss_gap)
     if name == "fp16" and not width:
-        return FixedPath(None)
+        return FixedSelector(None)
     if name == "fixed" and width:
-        return FixedPath(Precision(width))
+        return FixedSelector(Precision(width))
     raise OtaroError(f"unknown method {method!r}: choose otaro, bps, uniform, tiers, fixed:E5M8 … fixed:E5M3 or fp16")

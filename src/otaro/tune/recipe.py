@@ -1,0 +1,159 @@
+"""Recipes: everything a run is decided by besides the model, the data and how long it goes on.
+
+A :class:`Recipe` holds every constant of a method. Those that a user may want to change are settings of
+:class:`otaro.tune.config.TuneArguments` too, and what is set there counts; the others are taken from the recipe that
+the arguments name. Command, Python and demo all get their settings from :func:`settings`. docs/method.md says what each
+constant is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from otaro.errors import OtaroError
+from otaro.precision import EMBEDDING_FLOOR, Precision
+
+# Settings of `TuneArguments` that a recipe decides; its other fields are constants.
+SETTINGS = (
+    "optim",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "method",
+    "widths",
+    "exploration",
+    "delay",
+    "delay_apply",
+    "ultra_low",
+    "tiers",
+    "distillation",
+    "completion_only",
+    "average",
+    "scheme",
+    "group_size",
+    "embedding_floor",
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Shares are of 1, those of a run are of its updates; widths are named as on the command line."""
+
+    # The optimizer.
+    optim: str = "adamw_torch"
+    learning_rate: float | None = None
+    """None: by :meth:`learning_rate_for`."""
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.03
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    reference_rate: float = 3e-4
+    """The learning rate of a model of the reference's hidden size with updates of so many tokens."""
+    reference_hidden_size: int = 576
+    reference_tokens: int = 8192
+
+    # The widths, and how their values are made.
+    method: str = "tiers"
+    widths: str = "all"
+    scheme: str = "nested"
+    group_size: int = 64
+    embedding_floor: str = str(EMBEDDING_FLOOR)
+
+    # Methods with one set of weights: BPS and LAA.
+    exploration: float = 5.0
+    delay: int = 10
+    delay_apply: str = "sum"
+    ultra_low: str = "E5M4,E5M3"
+
+    # The method tiers.
+    tiers: str = "E5M4,E5M3"
+    distillation: float = 0.75
+    wide_cycle: int = 3
+    """Of so many wide passes the last is at the narrowest width without a tier, if rounding to it hurts the model."""
+    wide_loss_gap: float = 0.04
+    """It does where its loss before tuning is so much above that of the widest."""
+    share_divisor: float = 8.0
+    """A tier takes c / (1 - c) / this of the wide gradient, c being the cosine between its own and that one."""
+    largest_share: float = 2.0
+    narrowest_rate: float = 1.4
+    """The learning rate of the narrower of two tiers, as a multiple of the others'."""
+    thinning_start: float = 0.5
+    """The share of a run after which the narrow pass goes through some of an update's sequences only."""
+    thinned_sequences: tuple[int, int] = (2, 3)
+    """So many of every so many."""
+
+    # What is learned, and what is kept.
+    completion_only: bool = False
+    average: float = 0.4
+    """The share of the run, at its end, over which weights are averaged."""
+    averaged_rate: float = 0.3
+    """Where the learning rate of averaged weights ends, as a share of its highest value."""
+    averaged_updates: int = 32
+    """No more updates than these are averaged."""
+
+    def learning_rate_for(self, hidden_size: int | None, tokens: float | None) -> float:
+        """The learning rate of a run that none was given for.
+
+        Wider layers take smaller steps, in proportion; `hidden_size` is None for adapters, which are not scaled.
+        Updates of fewer `tokens`, over all micro-batches and processes, have noisier gradients, by the square root, and
+        steps smaller by as much. Larger updates, and those whose tokens are not known, take the reference's rate.
+        """
+        if self.learning_rate is not None:
+            return self.learning_rate
+        size = 1.0 if hidden_size is None else self.reference_hidden_size / hidden_size
+        noise = 1.0 if tokens is None else min(1.0, tokens / self.reference_tokens) ** 0.5
+        return self.reference_rate * size * noise
+
+    def shares(self, cosines: dict[Precision, float]) -> dict[Precision, float]:
+        """What each tier takes of the wide gradient, given how much its own agrees with it.
+
+        If a tier's gradient is the common one plus an error of its own of relative size e, the cosine c is
+        1 / sqrt(1 + e²), and c / (1 - c) grows as the error falls.
+        """
+        return {
+            width: self.largest_share
+            if cosine >= 1
+            else min(self.largest_share, max(0.0, cosine) / (1 - cosine) / self.share_divisor)
+            for width, cosine in cosines.items()
+        }
+
+
+RECIPES = {
+    "default": Recipe(),
+    # The paper's settings. Its figures before tuning rule out plain truncation: `nearest` is what matches them.
+    "paper": Recipe(
+        optim="sgd",
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        warmup_steps=0.0,
+        max_grad_norm=0.0,
+        method="otaro",
+        scheme="nearest",
+        completion_only=True,
+        average=0.0,
+    ),
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise OtaroError(f"unknown recipe {name!r}: choose {' or '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def settings(name: str = "default", **changes: Any) -> dict[str, Any]:
+    """The settings of a recipe as arguments for :class:`otaro.tune.config.TuneArguments`, with changes.
+
+    Averaging and learning from prompts are the method tiers' unless they are asked for; where a run keeps its best
+    checkpoint there is nothing to average.
+    """
+    recipe = find_recipe(name)
+    chosen = {"recipe": name, **{setting: getattr(recipe, setting) for setting in SETTINGS}}
+    if changes.get("method", recipe.method) != "tiers":
+        chosen |= {"average": 0.0, "completion_only": True}
+    if changes.get("load_best_model_at_end"):
+        chosen["average"] = 0.0
+    return {**chosen, **changes}
