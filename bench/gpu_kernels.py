@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tune_step import SHAPES, check_kernel, common, random_model
+from tune_step import SHAPES, check_kernel, machine, random_model
 
 from otaro import sefp
+from otaro.json_file import write_json
 from otaro.ops import gpu
 from otaro.precision import Precision
 from otaro.sefp import Format
@@ -114,12 +115,12 @@ def main() -> None:
                 )
         return
     compared = check_kernel() + check_tiers()
-    result = {"shape": arguments.shape, "machine": common.machine(), "compared": compared}
+    result = {"shape": arguments.shape, "machine": machine(), "compared": compared}
     result |= measure(arguments.shape, arguments.rounds)
     for name, row in result["kernels"].items():
         print(f"{name}: {1e3 * row['seconds']:.2f} ms, {row['share_of_copy']:.0%} of copying")
     if arguments.json:
-        common.write_json(Path(arguments.json), result)
+        write_json(result, Path(arguments.json))
 
 
 if __name__ == "__main__":

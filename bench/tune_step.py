@@ -1,43 +1,41 @@
-"""What a step of once tuning costs, as a ratio to a step of ordinary tuning in the same run.
+"""What an update of once tuning costs, as a ratio to one of ordinary tuning: the updates of `otaro tune` itself.
 
-    python bench/tune_step.py --shape smollm2 --json bench/tune_step.json
+    python bench/tune_step.py --shape smollm2 --method tiers --json bench/tune_step.json
     python bench/tune_step.py --shape smollm2 --cpu --batch 2 --length 256     # float32, not compiled
-    python bench/tune_step.py --shape smollm2 --method tiers --cpu --batch 8 --length 256
+    python bench/tune_step.py --shape llama-1b --method tiers --batch 4
 
-On a GPU both sides run the same compiled model in bf16 with a fused AdamW. `otaro` also quantises every weight at the
-start of each step, going through all six widths, and holds the gradients of E5M4 and E5M3 back (LAA). `tiers` computes
-the batch at E5M8 and then at E5M4 or E5M3 in turns, two passes where `fp16` has one, and trains three sets of weights.
-Steps are interleaved in rounds, medians taken. Checks the kernel against the torch codec first, bfloat16 included.
-Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what a step costs does not depend on them. Layers are
-compiled one by one, which all share one compiled graph, and so is the loss.
+Each round runs the trainer with the recipe `default` once for `fp16` and once for the method; medians over the rounds,
+the first of which compiles and is left out. On a GPU passes are in bf16 and the kernel is checked against the torch
+codec first. Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what an update costs does not depend on
+them. `--no-compile` measures without compiling.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
-import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "experiments"))
-import common
-
-from otaro import convert, sefp
+from otaro import diagnostics, sefp
 from otaro.precision import Precision
 from otaro.sefp import Format
-from otaro.tune.delay import DelayedOptimizer
-from otaro.refresh import Refresher
-from otaro.tune.tiers import add_tiers, share_gradients
+from otaro.tune.config import TuneArguments
+from otaro.tune.data import Blocks, Collator
+from otaro.tune.recipe import settings
+from otaro.tune.trainer import OtaroTrainer
 
-SHARES = {Precision.E5M4: 0.5, Precision.E5M3: 0.15}  # of SmolLM2's order; they do not change the speed
+
+def machine() -> dict[str, Any]:
+    """Hardware and versions, for the record beside a result."""
+    found = diagnostics.collect()
+    return {"cpu": found.cpu, "gpus": found.gpus, "versions": found.versions}
 
 
 def check_kernel() -> int:
@@ -92,155 +90,90 @@ def random_model(shape: str, device: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-class Step:
-    """One side of the comparison: its own model and optimizer, for otaro widths, for tiers weights."""
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """Seconds of an update after the first ones, which compile and, with tiers, measure."""
 
-    def __init__(self, arguments: argparse.Namespace, method: str) -> None:
-        torch.manual_seed(0)
-        self.device = "cpu" if arguments.cpu else "cuda"
-        self.model = random_model(arguments.shape, self.device).train()
-        self.widths = itertools.cycle(Precision) if method == "otaro" else None
-        self.tiers = [Precision.E5M3, Precision.E5M4] if method == "tiers" else []
-        self.turns = itertools.cycle(self.tiers)
-        convert.simulate(self.model, Format())
-        add_tiers(self.model, self.tiers)
-        self.refresh = Refresher(self.model, torch.bfloat16)
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        if method == "otaro":
-            self.optimizer = DelayedOptimizer(
-                self.optimizer,
-                [Precision.E5M4, Precision.E5M3],
-                dtype=None if arguments.cpu else torch.bfloat16,
-            )
-        self.loss = self.loss_of
-        if not arguments.cpu:
-            for layer in self.model.model.layers:
-                layer.compile()
-            self.loss = torch.compile(self.loss_of)
+    def __init__(self, first: int, on_gpu: bool) -> None:
+        self.first = first
+        self.on_gpu = on_gpu
+        self.started = 0.0
+        self.seconds = 0.0
 
-    def loss_of(self, hidden: torch.Tensor, ids: torch.Tensor, teacher: torch.Tensor | None = None) -> Any:
-        """The cross entropy of the predictions, or their divergence from a teacher's; and the predictions."""
-        logits = self.model.lm_head(hidden[:, :-1])
-        if teacher is None:
-            return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()), logits.detach()
-        found, expected = (each.float().flatten(0, 1).log_softmax(-1) for each in (logits, teacher))
-        return nn.functional.kl_div(found, expected, reduction="batchmean", log_target=True), logits.detach()
-
-    def set_width(self, width: Precision, *, again: bool = False) -> None:
-        convert.set_precision(self.model, width)
-        self.refresh(again=again)
-
-    def backward(self, ids: torch.Tensor, teacher: torch.Tensor | None = None) -> torch.Tensor:
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
-            loss, logits = self.loss(hidden, ids, teacher)
-        loss.backward()
-        predictions: torch.Tensor = logits
-        return predictions
-
-    def __call__(self, ids: torch.Tensor) -> None:
-        if self.widths is not None:
-            width = next(self.widths)
-            self.set_width(width)
-            self.optimizer.width = width
-        elif self.tiers:
-            self.set_width(Precision.E5M8)
-        teacher = self.backward(ids)
-        if self.tiers:
-            self.set_width(next(self.turns), again=True)
-            self.backward(ids, teacher)
-            share_gradients(self.model, SHARES, self.refresh)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step not in (self.first, state.max_steps):
+            return
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds = (now - self.started) / (state.max_steps - self.first)
+        self.started = now
 
 
-def ratios(times: dict[str, list[float]], method: str, tokens: int) -> dict[str, float]:
-    result = {}
-    for name, seconds in times.items():
-        result[f"{name}_step_seconds"] = statistics.median(seconds)
-        result[f"{name}_tokens_per_second"] = tokens / statistics.median(seconds)
-    result["step_ratio"] = statistics.median(o / f for o, f in zip(times[method], times["fp16"], strict=True))
-    return result
-
-
-def measure_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
-    ids = torch.randint(0, 40000, (arguments.batch, arguments.length))
-    sides = {name: Step(arguments, name) for name in ("fp16", arguments.method)}
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(arguments.rounds + 1):
-        for name, side in sides.items():
-            started = time.perf_counter()
-            side(ids)
-            if number:  # the first round warms up
-                times[name].append(time.perf_counter() - started)
-    return {
-        "shape": arguments.shape,
-        "batch": arguments.batch,
-        "sequence": arguments.length,
-        "threads": torch.get_num_threads(),
-        "machine": common.machine(),
-        **ratios(times, arguments.method, arguments.batch * arguments.length),
-    }
+def measure_run(arguments: argparse.Namespace, method: str) -> dict[str, float]:
+    """Seconds of an update, and on a GPU the most memory that was taken."""
+    on_gpu = not arguments.cpu
+    torch.manual_seed(0)
+    model = random_model(arguments.shape, "cuda" if on_gpu else "cpu")
+    ids = torch.randint(0, 40000, (4 * arguments.batch, arguments.length)).tolist()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock(arguments.first, on_gpu)
+    with tempfile.TemporaryDirectory(prefix="otaro-bench-") as folder:
+        args = TuneArguments(
+            output_dir=folder,
+            **settings("default", method=method),
+            max_steps=arguments.first + arguments.updates,
+            per_device_train_batch_size=arguments.batch,
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            compile=arguments.compile,
+            save_strategy="no",
+            report_to="none",
+            logging_steps=500,
+            disable_tqdm=True,
+        )
+        options: dict[str, Any] = {"train_dataset": Blocks(ids, ids), "data_collator": Collator(0)}
+        OtaroTrainer(model, args, callbacks=[clock], progress=lambda *_: None, **options).train()
+    memory = {"peak_bytes": torch.cuda.max_memory_allocated()} if on_gpu else {}
+    return {"update_seconds": clock.seconds, **memory}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    torch.set_float32_matmul_precision("high")
-    result: dict[str, Any] = {
-        "shape": arguments.shape,
-        "batch": arguments.batch,
-        "sequence": arguments.length,
-        "machine": common.machine(),
-        "kernel_compared": check_kernel(),
-    }
-    sides = {}
-    ids = torch.randint(0, 40000, (arguments.batch, arguments.length), device="cuda")
-    for name in ("fp16", arguments.method):
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        side = Step(arguments, name)
-        for _ in range(8):
-            side(ids)
-        torch.cuda.synchronize()
-        result[f"{name}_warm_up_seconds"] = time.perf_counter() - started
-        result[f"{name}_peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        sides[name] = side
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(arguments.rounds):
-        for name, side in sides.items():
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            for _ in range(6):
-                side(ids)
-            events[1].record()
-            torch.cuda.synchronize()
-            times[name].append(events[0].elapsed_time(events[1]) / 6 / 1000)
-    result |= ratios(times, arguments.method, arguments.batch * arguments.length)
-    result["memory_ratio"] = result[f"{arguments.method}_peak_bytes"] / result["fp16_peak_bytes"]
-    refresh = sides[arguments.method].refresh
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(20):
-        refresh()
-    torch.cuda.synchronize()
-    result["refresh_seconds"] = (time.perf_counter() - started) / 20
+    methods = ("fp16", arguments.method)
+    rounds: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
+    for _ in range(arguments.rounds + 1):
+        for method in methods:
+            rounds[method].append(measure_run(arguments, method))
+    shape = {name: getattr(arguments, name) for name in ("shape", "method", "batch", "length", "updates", "compile")}
+    result: dict[str, Any] = {**shape, "machine": machine()}
+    for method, runs in rounds.items():
+        for name in runs[0]:
+            result[f"{method}_{name}"] = statistics.median(run[name] for run in runs[1:])
+    for name in rounds["fp16"][0]:
+        result[f"{name}_ratio"] = statistics.median(
+            other[name] / plain[name] for plain, other in zip(*(rounds[method][1:] for method in methods), strict=True)
+        )
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2")
-    parser.add_argument("--method", choices=["otaro", "tiers"], default="otaro", help="what to compare with fp16")
+    parser.add_argument("--method", default="tiers", help="what to compare with fp16")
     parser.add_argument("--cpu", action="store_true", help="measure on the CPU")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--first", type=int, default=12, help="updates that are not timed")
+    parser.add_argument("--updates", type=int, default=40, help="updates that are")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-compile", dest="compile", action="store_const", const=False)
     parser.add_argument("--json", help="add the result to this file")
     arguments = parser.parse_args()
     if not (arguments.cpu or torch.cuda.is_available()):
         raise SystemExit("there is no GPU: add --cpu")
-    result = measure_cpu(arguments) if arguments.cpu else measure(arguments)
+    compared = {} if arguments.cpu else {"kernel_compared": check_kernel()}
+    result = {**measure(arguments), **compared}
     print(json.dumps(result, indent=1))
     if arguments.json:
         path = Path(arguments.json)

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from experiments import common
 from otaro import convert
+from otaro.json_file import write_json
 from otaro.precision import Precision
-from otaro.tune.config import TuneArguments
 from otaro.refresh import Refresher
+from otaro.tune.config import TuneArguments
 
 FULL = "full"
 Width = Precision | None
@@ -52,15 +53,14 @@ def rounded(value: Any, digits: int = 5) -> Any:
 def write(file: str | None, result: dict[str, Any]) -> None:
     """Write what there is so far, where a file was asked for."""
     if file:
-        common.write_json(Path(file), rounded(result))
+        write_json(rounded(result), Path(file))
 
 
 class Batches:
     """Batches of blocks of a token stream, in an order drawn once: neighbours in the text do not meet by design."""
 
-    def __init__(self, tokens: np.ndarray, count: int, size: int, length: int, seed: int) -> None:
-        blocks = torch.from_numpy(tokens).long()
-        blocks = blocks[: len(blocks) // length * length].view(-1, length)
+    def __init__(self, tokens: Tensor, count: int, size: int, length: int, seed: int) -> None:
+        blocks = tokens[: len(tokens) // length * length].view(-1, length)
         if count * size > len(blocks):
             raise SystemExit(f"{count} batches of {size} × {length} tokens need a longer text: it has {len(tokens)}")
         order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
@@ -86,13 +86,11 @@ class Gradients:
         self.format = TuneArguments(output_dir="unused").format
         convert.simulate(model, self.format)
         self.parameters = dict(model.named_parameters())
-        self._refresh = Refresher(model)
+        self._weights = Refresher(model)
 
     def __call__(self, batch: Tensor, width: Width) -> Tensor:
         """Forward and backward; returns the loss."""
-        for layer in convert.sefp_layers(self.model).values():
-            layer.precision = width
-        self._refresh()
+        self._weights.set_width(width)
         self.model.zero_grad()
         loss: Tensor = self.model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()

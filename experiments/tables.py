@@ -1,87 +1,260 @@
-"""Tables and plots of tuning runs: perplexity at every width, a row or a line for each run, means over seeds.
+"""Every table of the documents that comes from an experiment, made from its results.
 
-A result is what a script writes as JSON: under `runs` a list of rows for each run by name, a row to a seed.
+    python -m experiments.tables              # writes them into the documents
+    python -m experiments.tables --check      # says which differ
+    python -m experiments.tables --figures    # draws each experiment's figure.png
+
+A table stands in a document between `<!-- table: NAME -->` and `<!-- end of table -->`. Cells are means over seeds.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.alpaca.run import difference
+from otaro.evaluate.documents import TASKS
 from otaro.precision import Precision
 
+ROOT = Path(__file__).resolve().parent
+DOCUMENTS = [ROOT.parent / "README.md", *sorted((ROOT.parent / "docs").glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
+PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 WIDTHS = [str(precision) for precision in Precision]
-NAMES = [*WIDTHS, "full"]
-PANELS = (WIDTHS[:4], WIDTHS[4:])
-"""Widths that are drawn together: perplexity at E5M4 and E5M3 has another scale."""
-
-Row = dict[str, tuple[float, float | None]]
-"""Mean and standard deviation by width; no deviation where there is one seed."""
+Rows = list[tuple[str, list[str]]]
 
 
-def together(files: Sequence[str]) -> dict[str, Any]:
-    """The runs of several results; of two with the same name and seed the one that is named first."""
-    results = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
-    runs: dict[str, dict[Any, Any]] = {}
-    for result in results:
-        for name, rows in result["runs"].items():
-            for row in rows:
-                runs.setdefault(name, {}).setdefault(row.get("seed"), row)
-    return {**results[0], "runs": {name: list(rows.values()) for name, rows in runs.items()}}
+def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The runs of an experiment by name, seed by seed."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob("*.json")):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        runs.setdefault(run["run"], []).append(run)
+    return runs
 
 
-def means(result: dict[str, Any]) -> dict[str, Row]:
-    table = {}
-    for name, rows in result["runs"].items():
-        values = {width: [row["perplexity"][width] for row in rows] for width in NAMES}
-        table[name] = {
-            width: (statistics.mean(found), statistics.stdev(found) if len(found) > 1 else None)
-            for width, found in values.items()
+def markdown(head: Iterable[str], rows: Rows) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
+
+
+def perplexity(runs: list[dict[str, Any]], width: str) -> str:
+    return f"{statistics.mean(run['perplexity'][width] for run in runs):.2f}"
+
+
+def perplexities(folder: str, rows: Mapping[str, str], *, full: bool = False) -> str:
+    """A row for each label and run. `fixed` stands for the runs made for one width, each at that width."""
+    runs = read_runs(ROOT / folder / "runs")
+    columns = [*WIDTHS, *(["full"] if full else [])]
+    table: Rows = []
+    for label, name in rows.items():
+        if name == "fixed":
+            made = {width: runs.get(f"fixed-{width}") for width in columns}
+            cells = [perplexity(of, width) if of else "" for width, of in made.items()]
+        else:
+            cells = [perplexity(runs[name], width) for width in columns]
+        table.append((label, cells))
+    return markdown(["run", *columns], table)
+
+
+def accuracies() -> str:
+    """Average accuracy on Alpaca's eight tasks, in percent, and differences in points with their standard errors."""
+    runs = read_runs(ROOT / "alpaca" / "runs")
+    rows: Rows = []
+    for label, name in ALPACA.items():
+        cells = []
+        for width in WIDTHS:
+            values = [run["widths"][width]["average"]["acc"] for run in runs[name] if width in run["widths"]]
+            cells.append(f"{100 * statistics.mean(values):.2f}" if values else "")
+        rows.append((label, cells))
+    for label, other in {"`fp16`": "fp16+prompts", "`fixed`": "fixed+prompts"}.items():
+        apart = [difference(runs["tiers"], runs[other], width, list(TASKS)) for width in WIDTHS]
+        rows.append((f"`tiers` less {label}, prompts learned by both", [_points(each, 0) for each in apart]))
+        rows.append(("its standard error", [_points(each, 1) for each in apart]))
+    return markdown(["average accuracy, %", *WIDTHS], rows)
+
+
+def _points(found: tuple[float, float | None] | None, part: int) -> str:
+    value = None if found is None else found[part]
+    return "" if value is None else f"{100 * value:.2f}" if part else f"{100 * value:+.2f}"
+
+
+def completions() -> str:
+    runs = read_runs(ROOT / "alpaca" / "runs")
+    rows: Rows = []
+    for label, name in ALPACA.items():
+        values = {
+            width: [run["widths"][width]["perplexity"] for run in runs[name] if width in run["widths"]]
+            for width in WIDTHS
         }
-    return table
+        rows.append((label, [f"{statistics.mean(of):.3f}" if of else "" for of in values.values()]))
+    return markdown(["perplexity of held-back completions", *WIDTHS], rows)
 
 
-def show(result: dict[str, Any], **columns: dict[str, str]) -> None:
-    """Print the table; each of `columns` has a cell for some of the runs."""
-    print(f"\n| run | {' | '.join([*(name.removeprefix('E5') for name in NAMES), *columns])} |".replace("_", " "))
-    print("|---" * (1 + len(NAMES) + len(columns)) + "|")
-    for name, row in means(result).items():
-        cells = [f"{mean:.2f}" + ("" if spread is None else f" ± {spread:.2f}") for mean, spread in row.values()]
-        more = [column.get(name, "") for column in columns.values()]
-        print(f"| {' | '.join([name, *cells, *more])} |")
+def formats(file: str, table: str, rows: Mapping[str, tuple[str, ...]], head: Iterable[str]) -> str:
+    """Rows of a result of `experiments.format`, each with the label and further cells before the figures."""
+    lines = json.loads((ROOT / "format" / file).read_text(encoding="utf-8"))["tables"][table]
+    cells = {name: [f"{lines[name][width]:.2f}" for width in WIDTHS] for name in rows}
+    return markdown([*head, *WIDTHS], [(label[0], [*label[1:], *cells[name]]) for name, label in rows.items()])
 
 
-def draw(result: dict[str, Any], path: Path, title: str, without: Iterable[str] = ()) -> None:
-    """A line for each run but those `without`; runs of one width, far off at others, make one line together."""
+def error_widths() -> str:
+    """The change in percent when E5M4 decides and not E5M5; runs made for one width at that width only."""
+    rows: Rows = []
+    for folder, model in {"smollm2": "SmolLM2", "small-llama": "the small Llama"}.items():
+        runs = read_runs(ROOT / "error_width" / "runs" / folder)
+        for name in ("untuned", "fp16", "fixed-E5M4", "fixed-E5M3", "tiers"):
+            (first,), (second,) = (runs[f"{name}+by-{width}"] for width in ("E5M5", "E5M4"))
+            cells = [
+                f"{100 * (second['perplexity'][width] / first['perplexity'][width] - 1):+.2f}"
+                if name[6:] in ("", width) or not name.startswith("fixed")
+                else ""
+                for width in WIDTHS
+            ]
+            rows.append((f"{model}, `{name.replace('-', ':')}`", cells))
+    return markdown(["run", *WIDTHS], rows)
+
+
+def cosines() -> str:
+    result = json.loads((ROOT / "gradient_cosine" / "smollm2.json").read_text(encoding="utf-8"))
+    names = ["full", *WIDTHS]
+    rows = [
+        (name, [f"{value:.3f}" for value in line]) for name, line in zip(names, result["model_cosine"], strict=True)
+    ]
+    return markdown(["gradient at", *names], rows)
+
+
+METHODS = {"untuned": "untuned", "`fp16`": "fp16", "`fixed`, a run for each width": "fixed", "**`tiers`**": "tiers"}
+SEARCHED = {"`uniform`": "uniform", "`bps`": "bps", "`otaro`": "otaro"}
+ALPACA = {
+    "untuned": "untuned",
+    "`fp16`": "fp16",
+    "`fp16`, prompts learned too": "fp16+prompts",
+    "`fixed`, a run for each width": "fixed",
+    "`fixed`, prompts learned too": "fixed+prompts",
+    "**`tiers`**": "tiers",
+    "`tiers`, completions only (two seeds)": "tiers+completions",
+}
+SCHEMES = ("truncate", "truncated codes, half-step decode", "nearest, each width from the original")
+SCALES = {
+    "2^E": ("`2^E`, no sign", "–", "5"),
+    "2^E, signed": ("`2^E`", "–", "6"),
+    "2^E or 2^(E-1) × 1, signed, by E5M5": ("`2^E`, `2^(E-1)`", "E5M5", "6"),
+    "2^E or 2^(E-1) × 1, signed, by E5M4": ("the same", "E5M4", "6"),
+    "2^E or 2^(E-1) × 1, 1.5, signed, by E5M5": ("× 1, 1.5", "E5M5", "7"),
+    "2^E or 2^(E-1) × 1, 1.5, signed, by E5M4": ("the same", "E5M4", "7"),
+    "2^E or 2^(E-1) × 1 … 1.75, signed, by E5M5": ("**× 1, 1.25, 1.5, 1.75**", "E5M5", "8"),
+    "2^E or 2^(E-1) × 1 … 1.75, signed, by E5M4": ("the same", "E5M4", "8"),
+}
+EMBEDDINGS = {
+    "at the model's width": ("at the model's width", "4.13"),
+    "never under E5M4": ("**never under E5M4**", "4.34"),
+}
+TABLES: dict[str, Callable[[], str]] = {
+    "wikitext": lambda: perplexities("wikitext", METHODS),
+    "stories": lambda: perplexities("stories", {**METHODS, "`fp16`, averaged (one seed)": "fp16+averaged", **SEARCHED}),
+    "mixture": lambda: perplexities("mixture", {**METHODS, "`uniform`": "uniform", "`bps`": "bps"}),
+    "paper-methods": lambda: perplexities(
+        "paper_methods",
+        {
+            **{"untuned": "untuned", "`fp16`": "fp16", **SEARCHED},
+            "`otaro`, mean of held gradients": "otaro+mean",
+            "recipe `paper` (one seed)": "paper",
+        },
+    ),
+    "paper-constants": lambda: perplexities(
+        "paper_methods",
+        {
+            **{f"`bps`, λ = {value}": f"bps+exploration-{value}" for value in (3, 4)},
+            "`bps`, λ = 5": "bps",
+            **{f"`bps`, λ = {value}": f"bps+exploration-{value}" for value in (6, 7)},
+            **{"`otaro`, N = 5": "otaro+delay-5", "`otaro`, N = 10": "otaro", "`otaro`, N = 20": "otaro+delay-20"},
+        },
+    ),
+    "alpaca-accuracy": accuracies,
+    "alpaca-perplexity": completions,
+    "gradient-cosine": cosines,
+    "error-width": error_widths,
+    "format-schemes": lambda: formats(
+        "wikitext-test.json",
+        "schemes",
+        {name: (name,) for name in (*SCHEMES, "nearest, sliced from E5M8")} | {"nested": ("**nested**",)},
+        ["scheme"],
+    ),
+    "format-scales": lambda: formats(
+        "wikitext-test.json", "scale of nested", SCALES, ["scale", "decided by", "bits a group"]
+    ),
+    "format-embeddings": lambda: formats(
+        "wikitext-valid.json", "embeddings and head", EMBEDDINGS, ["embeddings and head", "bits per weight at E5M3"]
+    ),
+}
+
+
+def written(document: str) -> str:
+    """A document with its tables as the results have them."""
+
+    def table(found: re.Match[str]) -> str:
+        if found[2] not in TABLES:
+            raise SystemExit(f"there is no table {found[2]!r}, but {', '.join(TABLES)}")
+        return found[1] + TABLES[found[2]]() + found[3]
+
+    return PLACE.sub(table, document)
+
+
+def differing() -> list[Path]:
+    """The documents whose tables are not those of the results."""
+    texts = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
+    return [path for path, text in texts.items() if written(text) != text]
+
+
+def draw(folder: Path) -> None:
+    """Perplexity at every width, a line for each run of three seeds or one, E5M4 and E5M3 on a scale of their own."""
     from matplotlib.figure import Figure
 
-    lines = {name: row for name, row in means(result).items() if name not in without}
-    own = {width: lines.pop(f"fixed:{width}")[width] for width in WIDTHS if f"fixed:{width}" in lines}
-    if own:
-        lines["fixed, each run at its width"] = own
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    lines = {
+        name: {width: statistics.mean(run["perplexity"][width] for run in runs) for width in WIDTHS}
+        for name, runs in read_runs(folder / "runs").items()
+        if name not in ("untuned", "paper")
+    }
+    fixed = {name[6:]: lines.pop(name)[name[6:]] for name in list(lines) if re.fullmatch(r"fixed-E5M\d", name)}
+    if fixed:
+        lines["fixed, each run at its width"] = fixed
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
     handles = {}
-    for axes, panel in zip(figure.subplots(1, 2, width_ratios=(4, 3)), PANELS, strict=True):
-        for number, (name, row) in enumerate(lines.items()):
-            found = [(WIDTHS.index(width), *row[width]) for width in panel if width in row]
-            if not found:
-                continue
-            places, values, spreads = zip(*found, strict=True)
-            handles[name] = axes.errorbar(
-                places,
-                values,
-                None if None in spreads else spreads,
-                marker="o",
-                capsize=3,
-                color=f"C{number % 10}",
-                linestyle="-" if number < 10 else "--",
-            )
+    for axes, panel in zip(figure.subplots(1, 2, width_ratios=(4, 3)), (WIDTHS[:4], WIDTHS[4:]), strict=True):
+        for number, (name, line) in enumerate(lines.items()):
+            shown = [(WIDTHS.index(width), line[width]) for width in panel if width in line]
+            if shown:
+                style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+                (handles[name],) = axes.plot(*zip(*shown, strict=True), marker="o", **style)
         axes.set(xlabel="precision", ylabel="perplexity")
         axes.set_xticks([WIDTHS.index(width) for width in panel], panel)
         axes.grid(alpha=0.3)
     figure.legend(handles.values(), handles.keys(), fontsize=8, loc="outside right upper")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=130)
+    figure.savefig(folder / "figure.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
+    parser.add_argument("--figures", action="store_true", help="draw the figures too")
+    arguments = parser.parse_args()
+    if arguments.figures:
+        for name in ("wikitext", "stories", "mixture", "paper_methods"):
+            draw(ROOT / name)
+    changed = differing()
+    for path in changed:
+        print(f"{path.relative_to(ROOT.parent)} {'differs' if arguments.check else 'written'}")
+        if not arguments.check:
+            path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit(1 if changed and arguments.check else 0)
+
+
+if __name__ == "__main__":
+    main()

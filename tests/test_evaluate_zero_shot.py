@@ -22,6 +22,9 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 import otaro
+from experiments.alpaca.requests import requests as make_requests
+from experiments.alpaca.run import difference, inclination
+from experiments.alpaca.score import agreement, metrics, score
 from otaro import cli
 from otaro.evaluate.documents import TASKS, DocumentError, read_folder, read_package
 from otaro.evaluate.tasks import evaluate_task, load_tasks, parse_tasks, quiet_lm_eval
@@ -440,32 +443,17 @@ def test_bad_input_is_refused_in_a_sentence(
 # ---- scoring where lm-eval is not installed
 
 
-@pytest.fixture(scope="module")
-def experiments() -> Any:
-    folder = str(Path(__file__).resolve().parents[1] / "experiments")
-    sys.path.insert(0, folder)
-    try:
-        import alpaca_zero_shot
-        import zero_shot_requests
-        import zero_shot_score
-
-        yield zero_shot_requests, zero_shot_score, alpaca_zero_shot
-    finally:
-        sys.path.remove(folder)
-
-
 @pytest.mark.parametrize("limit", [None, 4])
 def test_requests_scored_elsewhere_give_lm_evals_figures(
-    experiments: Any, lively_llama: Path, plain_layout: Path, limit: int | None, tmp_path: Path
+    lively_llama: Path, plain_layout: Path, limit: int | None, tmp_path: Path
 ) -> None:
-    making, scoring, _ = experiments
     model = AutoModelForCausalLM.from_pretrained(lively_llama).eval()
     tokenizer = load_tokenizer(lively_llama)
     tasks = load_tasks(parse_tasks("all"), str(plain_layout))
-    np.savez_compressed(tmp_path / "requests.npz", **making.requests(model, tokenizer, tasks, limit))
+    np.savez_compressed(tmp_path / "requests.npz", **make_requests(model, tokenizer, tasks, limit))
     requests = dict(np.load(tmp_path / "requests.npz"))  # no pickle
-    likelihoods, greedy = scoring.score(model, requests, tokens_per_batch=500)
-    figures = scoring.metrics(tasks, requests, likelihoods, greedy)
+    likelihoods, greedy = score(model, requests, tokens_per_batch=500)
+    figures = metrics(tasks, requests, likelihoods, greedy)
 
     with quiet_lm_eval():
         expected = lm_eval.simple_evaluate(
@@ -485,35 +473,32 @@ def test_requests_scored_elsewhere_give_lm_evals_figures(
     assert likelihoods == pytest.approx([likelihood for likelihood, _ in answers], abs=1e-4)
     assert greedy.tolist() == [is_greedy for _, is_greedy in answers]
     assert figures["average"]["acc"] == pytest.approx(np.mean([figures[name]["acc"] for name in TASKS]))
-    assert scoring.agreement(requests, likelihoods, likelihoods) == dict.fromkeys(TASKS, 1.0)
+    assert agreement(requests, likelihoods, likelihoods) == dict.fromkeys(TASKS, 1.0)
 
 
-def test_runs_are_compared_over_the_seeds_that_both_have(experiments: Any) -> None:
-    comparing = experiments[2]
-    result: dict[str, Any] = {"runs": {}}
+def test_runs_are_compared_over_the_seeds_that_both_have() -> None:
     accuracies = {"tiers": {2: (0.5, 0.3), 0: (0.4, 0.2), 1: (0.9, 0.9)}, "fp16": {0: (0.2, 0.2), 2: (0.2, 0.0)}}
-    for name, seeds in accuracies.items():
-        for seed, (boolq, piqa) in seeds.items():
-            figures = {"seed": seed, "boolq": {"acc": boolq}, "piqa": {"acc": piqa}, "average": {}}
-            comparing.add(result, name, "E5M8", figures)
-    comparing.add(result, "tiers", "E5M8", {"seed": 1, "note": "a second one"})
-    assert [row["seed"] for row in result["runs"]["tiers"]["E5M8"]] == [0, 1, 2]
-    assert not any("note" in row for row in result["runs"]["tiers"]["E5M8"])
-    found = comparing.difference(result["runs"], "E5M8", "tiers", "fp16", ["boolq", "piqa"])
-    assert found == {"mean": pytest.approx(0.2), "stderr": pytest.approx(0.1), "seeds": [0, 2]}
-    found = comparing.difference(result["runs"], "E5M8", "tiers", "fp16", ["piqa"])
-    assert (found["mean"], comparing.signed(found)) == (pytest.approx(0.15), "+15.00 ± 15.00")
-    assert comparing.difference(result["runs"], "E5M3", "tiers", "fp16", ["piqa"]) is None
+    runs = {
+        name: [
+            {"seed": seed, "widths": {"E5M8": {"boolq": {"acc": boolq}, "piqa": {"acc": piqa}}}}
+            for seed, (boolq, piqa) in seeds.items()
+        ]
+        for name, seeds in accuracies.items()
+    }
+    both = (runs["tiers"], runs["fp16"])
+    assert difference(*both, "E5M8", ["boolq", "piqa"]) == (pytest.approx(0.2), pytest.approx(0.1))
+    assert difference(*both, "E5M8", ["piqa"]) == (pytest.approx(0.15), pytest.approx(0.15))
+    assert difference(*both, "E5M3", ["piqa"]) is None
 
 
-def test_an_inclination_is_told_from_knowledge(experiments: Any) -> None:
+def test_an_inclination_is_told_from_knowledge() -> None:
     """Four questions, three of them to be answered yes; always yes is right in three quarters and knows nothing."""
     documents = SimpleNamespace(eval_docs=[{"label": label} for label in (1, 1, 0, 1)])
     requests = {"task": np.array([0, 0, *[1] * 8]), "names": np.array(["piqa", "boolq"]), "limit": np.array(-1)}
     always = np.array([0.0, 0.0, *[-2.0, -1.0] * 4])
-    assert experiments[2].inclination(documents, requests, always) == {"says_yes": 1.0, "balanced": 0.5}
+    assert inclination(documents, requests, always) == {"says_yes": 1.0, "balanced": 0.5}
     knows = np.array([0.0, 0.0, -2, -1, -2, -1, -1, -2, -1, -2])
-    assert experiments[2].inclination(documents, requests, knows) == {
+    assert inclination(documents, requests, knows) == {
         "says_yes": 0.5,
         "balanced": pytest.approx((1 + 2 / 3) / 2),
     }

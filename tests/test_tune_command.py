@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from tuning import command, command_on_a_full_disk, killed_command, trainer
 
-import otaro
-from otaro import demo
+from experiments import common, tuning
+from otaro import cli, demo
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.sources import open_source
@@ -213,17 +213,45 @@ def test_early_stopping_needs_a_text(tiny_llama: Path, book: Path, tmp_path: Pat
         command(tiny_llama, tmp_path / "tuned", *short(book), "--early-stopping", 2)
 
 
-def test_what_was_measured_is_what_is_packed(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
-    from otaro.evaluate.perplexity import perplexity_at_widths, text_tokens
+@pytest.mark.parametrize("options", [(), ("--scheme", "nearest")])
+def test_what_was_measured_is_what_is_packed(
+    options: tuple[str, ...], tiny_llama: Path, book: Path, tmp_path: Path
+) -> None:
+    """By the default recipe and by another: tuned, packed and evaluated, a width has the perplexity that tuning saw."""
+    tuned, packed, figures = tmp_path / "tuned", tmp_path / "packed", tmp_path / "figures.json"
+    command(tiny_llama, tuned, *short(book), "--eval-text", book, "--eval-windows", 3, *options)
+    assert cli.main(["pack", str(tuned), str(packed), *options]) == 0
+    line = ("eval", packed, "--text", book, "--window", 32, "--max-windows", 3, "--backend", "torch", "--json", figures)
+    assert cli.main([str(argument) for argument in line]) == 0
+    after = json.loads((tuned / "tune.json").read_text())["perplexity_after"]
+    evaluated = {row["precision"]: row["perplexity"] for row in json.loads(figures.read_text())["results"]}
+    assert evaluated.keys() == after.keys()
+    assert evaluated == pytest.approx(after, rel=1e-5)
 
-    out = tmp_path / "tuned"
-    command(tiny_llama, out, *short(book), "--eval-text", book, "--eval-windows", 3, "--scheme", "nearest")
-    otaro.pack(out, tmp_path / "packed", format=otaro.Format("nearest"))
-    tokens = text_tokens(byte_tokenizer(), TEXT, 32)[: 3 * 32]
-    measured = perplexity_at_widths(otaro.load(tmp_path / "packed"), tokens, list(Precision), window=32)
-    figures = json.loads((out / "tune.json").read_text())["perplexity_after"]
-    for width in measured:
-        assert figures[str(width.precision)] == pytest.approx(width.result.perplexity, rel=1e-5)
+
+@pytest.mark.parametrize("name", ["tiers", "bps"])
+def test_an_experiments_run_is_the_commands(name: str, tiny_llama: Path, book: Path, tmp_path: Path) -> None:
+    """The same settings, the same bits: what is measured is what ships."""
+    command(tiny_llama, tmp_path / "tuned", *short(book, 9), "--method", name, "--seed", 3)
+    blocks = load_blocks([book], byte_tokenizer(), 32)
+    options = {"max_steps": 9, "per_device_train_batch_size": 2, "use_cpu": True, "bf16": False}
+    run, _ = tuning.tune(common.load_model(str(tiny_llama), torch.device("cpu")), blocks, name, 3, **options)
+    written = load_file(tmp_path / "tuned" / "model.safetensors")
+    state = {key: value for key, value in run.model.state_dict().items() if key in written}
+    assert len(state) == len(written) > 0
+    assert all(torch.equal(written[key], value) for key, value in state.items())
+
+
+def test_compiling_can_be_turned_off(
+    tiny_llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(
+        "otaro.tune.command.run", lambda model, out, args, *rest, **options: chosen.append(args.compile)
+    )
+    for option in ((), ("--no-compile",), ("--compile",)):
+        command(tiny_llama, tmp_path / "tuned", *short(book, 1), *option)
+    assert chosen == [None, False, True]
 
 
 def test_a_stopped_run_goes_on(tiny_llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,10 @@ from otaro.errors import OtaroError
 from otaro.evaluate.perplexity import POSITIONS_PER_SLICE
 from otaro.evaluate.results import Width
 from otaro.hf import load
+from otaro.nn import FakeSefp
 from otaro.precision import Precision
 from otaro.progress import Progress
+from otaro.refresh import Refresher
 
 NAMES = ("auto", "native", "torch")
 
@@ -58,13 +60,19 @@ class TorchBackend:
         self.device = str(model.device)
         self.description = f"by torch on {self.device}, in {self.dtype}"
         self.config = model.config
+        self._weights = Refresher(model) if any(isinstance(layer, FakeSefp) for layer in model.modules()) else None
+        self._scales_known = False
 
+    @torch.inference_mode()
     def set_width(self, width: Width) -> None:
-        if width is not None:
+        if self._weights is None:
+            assert width is not None, "a packed model has no full precision"
             convert.set_precision(self.model, width)
             return
-        for layer in convert.sefp_layers(self.model).values():
-            layer.precision = None
+        # Weights do not change: their scales are found once, their values made when the width changes.
+        if width != self._weights.width or not self._scales_known:
+            self._weights.set_width(width, again=self._scales_known)
+            self._scales_known |= width is not None
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, widths: Sequence[Width]) -> Iterator[tuple[int, Width, Tensor]]:

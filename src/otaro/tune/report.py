@@ -15,7 +15,7 @@ from otaro.console import ResultTable
 from otaro.evaluate.perplexity import perplexity
 from otaro.precision import Precision
 from otaro.progress import Progress
-from otaro.tune.callbacks import losses_by_width
+from otaro.tune.callbacks import losses_by_width, width_name
 from otaro.tune.trainer import OtaroTrainer
 
 Perplexities = dict[str, float]
@@ -24,20 +24,26 @@ MARKED = 50
 
 
 def measure(
-    trainer: OtaroTrainer, tokens: Tensor, widths: Sequence[Precision], window: int, progress: Progress | None
+    trainer: OtaroTrainer,
+    tokens: Tensor,
+    widths: Sequence[Precision | None],
+    window: int,
+    progress: Progress | None = None,
+    batch_size: int = 1,
 ) -> Perplexities:
-    """Perplexity of the model as it is now, at each width.
+    """Perplexity of the model as it is now, at each width; None is full precision.
 
     In the type of its weights, whatever it is trained in; but weights that FSDP casts when it gathers them stay cast.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     result = {}
-    with as_it_is(model):
+    options: dict[str, Any] = {"window": window, "progress": progress, "batch_size": batch_size}
+    # Other shapes than those that are trained with, in another type: compiling for them would not pay.
+    with as_it_is(model), trainer.compilation.full_batches(False):
         for width in widths:
-            description = f"perplexity at {width}"
             with trainer.at_width(width, exact=True):
-                measured = perplexity(model, tokens, window=window, progress=progress, description=description)
-            result[str(width)] = measured.perplexity
+                measured = perplexity(model, tokens, description=f"perplexity at {width_name(width)}", **options)
+            result[width_name(width)] = measured.perplexity
     return result
 
 

@@ -371,7 +371,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         outputs: dict[str, EvalLoopOutput] = {}
         widths: list[Precision | None] = [*self.selector.widths] or [None]
         for width in widths:
-            with self.at_width(width):
+            with self.at_width(width), self.compilation.full_batches(False):
                 outputs[str(width)] = super().evaluation_loop(*args, **options)
         last = next(reversed(outputs.values()))
         if len(outputs) == 1 or f"{prefix}_loss" not in last.metrics:

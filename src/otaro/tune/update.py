@@ -10,8 +10,8 @@ Nothing in it waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from transformers import masking_utils
 
 from otaro.precision import Precision
 from otaro.refresh import Refresher
@@ -86,40 +87,54 @@ def compute_gradients(
     ]
     narrow_tokens = processes.total(_predictions(batches, rows)) if narrow is not None else None
     loss = _model_loss(processes.total(_predictions(batches)), context) if loss is None else loss
-    for number, batch in enumerate(batches):
-        inputs = {name: value for name, value in batch.items() if name != PROMPT_MASK}
-        last = number == len(batches) - 1 or processes.sync_each_batch
-        with _synchronised(model, last, apart=narrow is not None):
-            weights.set_width(plan.wide, again=number > 0)
-            wide_loss, logits = loss(model, dict(inputs))
-            backward(wide_loss)
-            _add(losses, plan.wide, wide_loss)
-            if narrow is not None:
-                assert narrow_tokens is not None
-                # Gradients and losses are averaged over the processes, these are parts of a sum.
-                scale = processes.count / narrow_tokens.clamp(min=1)
-                weights.set_width(narrow, again=True)
-                part = _narrow_part(batch, rows[number], sharded=isinstance(model, FSDPModule))
-                if part is None:
-                    _add(losses, narrow, torch.zeros((), device=logits.device))
-                else:
-                    taken, inputs, labels, prompt = part
-                    if not plan.distillation:
-                        prompt = None  # without predictions it is learned from the data, as completions are
-                    teacher = logits.detach()[taken]
-                    with context():
-                        narrow_logits = model(**inputs, use_cache=False).logits
-                        value, cross_entropy = distilled_loss(
-                            narrow_logits, teacher, labels, plan.distillation, prompt, kernel
-                        )
-                    backward(value * scale)
-                    _add(losses, narrow, cross_entropy * scale)
+    with _without_packing(batches):
+        for number, batch in enumerate(batches):
+            inputs = {name: value for name, value in batch.items() if name != PROMPT_MASK}
+            last = number == len(batches) - 1 or processes.sync_each_batch
+            with _synchronised(model, last, apart=narrow is not None):
+                weights.set_width(plan.wide, again=number > 0)
+                wide_loss, logits = loss(model, dict(inputs))
+                backward(wide_loss)
+                _add(losses, plan.wide, wide_loss)
+                if narrow is not None:
+                    assert narrow_tokens is not None
+                    # Gradients and losses are averaged over the processes, these are parts of a sum.
+                    scale = processes.count / narrow_tokens.clamp(min=1)
+                    weights.set_width(narrow, again=True)
+                    part = _narrow_part(batch, rows[number], sharded=isinstance(model, FSDPModule))
+                    if part is None:
+                        _add(losses, narrow, torch.zeros((), device=logits.device))
+                    else:
+                        taken, inputs, labels, prompt = part
+                        if not plan.distillation:
+                            prompt = None  # without predictions it is learned from the data, as completions are
+                        teacher = logits.detach()[taken]
+                        with context():
+                            narrow_logits = model(**inputs, use_cache=False).logits
+                            value, cross_entropy = distilled_loss(
+                                narrow_logits, teacher, labels, plan.distillation, prompt, kernel
+                            )
+                        backward(value * scale)
+                        _add(losses, narrow, cross_entropy * scale)
     if narrow is not None:
         weights.set_width(plan.wide, again=True)
         if isinstance(model, DistributedDataParallel):
             average_gradients(model)
         share_gradients(model, plan.shares, weights)
     return losses
+
+
+@contextmanager
+def _without_packing(batches: Sequence[Batch]) -> Iterator[None]:
+    """Batches that come without positions have one sequence to a row, so transformers need not look whether positions
+    begin anew somewhere, which it would wait for the device for in every pass."""
+    look = masking_utils.find_packed_sequence_indices
+    if not any("position_ids" in batch for batch in batches):
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
 
 
 def narrow_rows(plan: Plan, number: int, size: int, batch_size: int, processes: Processes) -> list[int]:

@@ -1,0 +1,22 @@
+"""The paper's methods on WikiText-2, and their constants λ and N (Figs. 3 and 8).
+
+python -m experiments.paper_methods.run --train wiki.train.tokens --test wiki.test.tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from experiments import tuning
+
+RUNS = (
+    *("untuned", "fp16", "uniform", "bps", "otaro", "otaro+mean", "paper"),
+    *(f"bps+exploration-{value}" for value in (3, 4, 6, 7)),
+    *(f"otaro+delay-{updates}" for updates in (5, 20)),
+)
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tuning.add_arguments(parser, RUNS)
+    tuning.run_all(parser.parse_args(), Path(__file__).parent)

@@ -1,0 +1,20 @@
+"""A tiny Llama that was trained on children's stories, tuned on Alpaca's answers as plain text; runs on a CPU.
+
+    python -m experiments.stories.prepare --checkpoint stories260K.bin --tokenizer tok512.model \
+        --alpaca alpaca_data.json --out DIR
+    python -m experiments.stories.run --model DIR/model --train DIR/train.npy --test DIR/test.npy
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from experiments import tuning
+
+RUNS = ("untuned", "fp16", "fp16+averaged", "fixed-E5M4", "fixed-E5M3", "tiers", "uniform", "bps", "otaro")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tuning.add_arguments(parser, RUNS, length=128, window=512, learning_rate=3e-3)
+    tuning.run_all(parser.parse_args(), Path(__file__).parent)

@@ -1,0 +1,276 @@
+"""An update by itself, and as the trainer runs it: compiled, without waiting for the device, on transformers' hooks."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import random_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainerCallback, masking_utils
+from tuning import Blocks, arguments, trainer
+
+from otaro import convert
+from otaro.precision import Precision
+from otaro.refresh import Refresher
+from otaro.sefp import Format
+from otaro.tune import compilation
+from otaro.tune.callbacks import LOG_NAME, read_log
+from otaro.tune.recipe import RECIPES, Recipe, settings
+from otaro.tune.tiers import add_tiers
+from otaro.tune.trainer import OtaroTrainer
+from otaro.tune.update import Plan, Processes, compute_gradients, narrow_rows
+
+M8, M7, M6, M5, M4, M3 = Precision
+ADAM: dict[str, Any] = {"optim": "adamw_torch_fused", "learning_rate": 1e-3, "max_grad_norm": 1.0}
+
+
+def simulated(tiers: bool) -> Any:
+    model = random_model("llama").train()
+    convert.simulate(model, Format())
+    if tiers:
+        add_tiers(model, [M3, M4])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("plan", "tiers"),
+    [
+        (Plan(None), False),
+        (Plan(M8, M4, 0.75, (2, 3), {M4: 0.5, M3: 0.25}), True),
+        (Plan(M8, M3, 0.5), False),  # two passes over one set of weights
+    ],
+)
+def test_an_update_needs_no_trainer(plan: Plan, tiers: bool) -> None:
+    """The gradients of three micro-batches are those of one large batch."""
+    ids = Blocks(6).ids
+    models = [simulated(tiers) for _ in range(2)]
+    large, small = models[0], models[1]
+    small.load_state_dict(large.state_dict())
+    losses = [
+        compute_gradients(
+            model,
+            [{"input_ids": part, "labels": part} for part in ids.split(size)],
+            plan,
+            Refresher(model),
+            batch_size=size,
+        )
+        for model, size in ((large, 6), (small, 2))
+    ]
+    assert losses[0].keys() == losses[1].keys() == {plan.wide, plan.narrow or plan.wide}
+    for width, loss in losses[0].items():
+        torch.testing.assert_close(loss, losses[1][width])
+    for (name, first), second in zip(large.named_parameters(), small.parameters(), strict=True):
+        assert first.grad is not None, name
+        assert second.grad is not None, name
+        torch.testing.assert_close(first.grad, second.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_sequences_are_numbered_over_micro_batches_and_processes() -> None:
+    plan = Plan(M8, M4, thinned=(2, 3))
+    whole = narrow_rows(plan, 0, 12, 12, Processes())
+    assert whole == [0, 1, 3, 4, 6, 7, 9, 10]
+    spread = [
+        (number * 2 + process) * 2 + row
+        for number in range(3)
+        for process in range(2)
+        for row in narrow_rows(plan, number, 2, 2, Processes(2, process))
+    ]
+    assert sorted(spread) == whole
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU would have to be waited for."""
+
+    SYNCHRONISING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket._qualified_op_name.removeprefix("aten::") in self.SYNCHRONISING
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", ["tiers", "uniform", "fixed:E5M3", "fp16"])
+def test_nothing_is_waited_for_between_logs(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses stay on the device until they are logged; so does the norm of the gradients."""
+    run = trainer(tmp_path, method=method, max_steps=12, average=0.5, per_device_train_batch_size=4, **ADAM)
+    run.train_dataset = Blocks(48)  # one epoch: a data loader draws seeds at the beginning of each
+    run.update_callback.read_every = 5
+    waits = Waits()
+    counts: list[int] = []
+    to_list = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        waits.count += 1  # on a CPU it reads memory without an operation
+        return to_list(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+
+    class Count(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **options: Any) -> None:
+            counts.append(waits.count)
+            waits.count = 0
+
+    run.add_callback(Count())
+    with waits:
+        run.train()
+    read = {5, 10, 12}  # every fifth, and the last
+    assert [count for step, count in enumerate(counts, 1) if step not in read | {1}] == [0] * 8
+    assert all(counts[step - 1] > 0 for step in read)
+    assert [line["step"] for line in read_log(tmp_path / LOG_NAME)] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("method", ["tiers", "bps"])
+def test_losses_read_late_are_those_read_at_once(method: str, tmp_path: Path) -> None:
+    """What is searched for needs them at once."""
+    runs = [trainer(tmp_path / name, method=method, max_steps=7, **ADAM) for name in ("late", "at-once")]
+    assert runs[0].update_callback.read_every == 1
+    if method != "bps":
+        runs[0].update_callback.read_every = 3
+    for run in runs:
+        run.train()
+    assert (tmp_path / "late" / LOG_NAME).read_bytes() == (tmp_path / "at-once" / LOG_NAME).read_bytes()
+    assert runs[0].selector.losses == runs[1].selector.losses
+
+
+def test_on_a_gpu_losses_are_read_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(tmp_path, method="tiers")
+    monkeypatch.setattr(type(made.args), "device", torch.device("cuda"))
+    assert type(made.update_callback)(made).read_every > 1
+    monkeypatch.undo()
+    searched = trainer(tmp_path, method="bps")
+    monkeypatch.setattr(type(made.args), "device", torch.device("cuda"))
+    assert type(searched.update_callback)(searched).read_every == 1
+
+
+def test_compiled_it_is_the_same_run(tmp_path: Path) -> None:
+    """Layers and losses through torch.compile, without its code generator; the last batches of an epoch as they are."""
+    options: dict[str, Any] = {"method": "tiers", "max_steps": 3, "per_device_train_batch_size": 5, **ADAM}
+    options["widths"] = "E5M8,E5M4"
+    said: list[str] = []
+
+    def run(name: str, **more: Any) -> OtaroTrainer:
+        args = arguments(tmp_path / name, **options, **more)
+        progress = lambda text, *_: said.append(text)  # noqa: E731
+        made = OtaroTrainer(random_model("llama"), args, train_dataset=Blocks(), progress=progress)
+        made.train()
+        return made
+
+    plain = run("plain")
+    assert not any("compiling" in text for text in said)
+    torch._dynamo.utils.counters.clear()
+    compiled = run("compiled", compile=True, compile_backend="eager")
+    assert compiled.compilation.enabled
+    assert sum("compiling" in text for text in said) >= 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for (name, first), second in zip(plain.model.named_parameters(), compiled.model.parameters(), strict=True):
+        assert torch.equal(first, second), name
+
+
+def test_what_chooses_tokens_by_looking_at_them_is_not_compiled() -> None:
+    models = {name: random_model(name) for name in ("llama", "mixtral")}
+    for model in models.values():
+        convert.simulate(model, Format())
+    assert {name: compilation.can_compile(model) for name, model in models.items()} == {"llama": True, "mixtral": False}
+
+
+def test_recipes_cannot_be_changed_and_decide_every_setting(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError):
+        RECIPES["default"].average = 0.0  # type: ignore[misc]
+    args = arguments(tmp_path, **{**settings("default"), "use_cpu": True})
+    assert args.constants is RECIPES["default"] == Recipe()
+    plain = settings("default", method="fp16")
+    assert (plain["average"], plain["completion_only"]) == (0.0, True)
+    assert settings("default", method="fp16", average=0.4)["average"] == 0.4
+    assert settings("default", load_best_model_at_end=True)["average"] == 0.0
+
+
+HOOKS = {
+    "_run_epoch": 1,
+    "_load_callback_state": 1,
+    "_save_checkpoint": 1,
+    "_save": 1,
+    "_save_rng_state": 1,
+    "_issue_warnings_after_load": 1,
+}
+"""What OtaroTrainer overrides though it is private, and how often a run that is resumed comes by at least."""
+
+
+def test_the_private_hooks_of_transformers_are_there_and_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overridden = {name for name in vars(OtaroTrainer) if name in vars(Trainer) and name.startswith("_")}
+    assert overridden - {"__init__", "__module__", "__doc__", "__annotations__"} == HOOKS.keys()
+    calls = dict.fromkeys(HOOKS, 0)
+    for name in HOOKS:
+        original = getattr(OtaroTrainer, name)
+
+        def counted(self: Any, *args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
+            calls[name] += 1
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(OtaroTrainer, name, counted)
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer(tmp_path, **options).train()
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+    assert all(calls[name] >= least for name, least in HOOKS.items()), calls
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("get_batch_samples", ["self", "epoch_iterator", "num_batches", "device"]),
+        ("training_step", ["self", "model", "inputs", "num_items_in_batch"]),
+        ("compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
+        ("_prepare_inputs", ["self", "inputs"]),
+        ("compute_loss_context_manager", ["self"]),
+        ("_save_rng_state", ["self", "output_dir"]),
+        ("_save", ["self", "output_dir", "state_dict"]),
+        ("_issue_warnings_after_load", ["self", "load_result"]),
+        ("_load_callback_state", ["self"]),
+    ],
+)
+def test_transformers_hooks_take_what_they_are_given(name: str, parameters: list[str]) -> None:
+    assert list(inspect.signature(getattr(Trainer, name)).parameters) == parameters
+
+
+def test_transformers_looks_for_packed_sequences_where_it_is_kept_from_it() -> None:
+    """Positions that begin anew are another sequence, in a batch that has positions, and in no other."""
+    assert list(inspect.signature(masking_utils.find_packed_sequence_indices).parameters) == ["position_ids"]
+    model, ids = simulated(tiers=False), Blocks(2).ids
+    plain: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    positions = torch.arange(8).repeat(2, 2)
+    losses = {
+        name: float(compute_gradients(model, [batch], Plan(None), Refresher(model), batch_size=2)[None])
+        for name, batch in {
+            "plain": plain,
+            "in order": {**plain, "position_ids": torch.arange(16).expand(2, -1)},
+            "packed": {**plain, "position_ids": positions},
+        }.items()
+    }
+    assert losses["plain"] == losses["in order"] != losses["packed"]
+
+
+def test_transformers_tells_the_last_micro_batch_and_how_many_there_are(tmp_path: Path) -> None:
+    """An update is computed when the Trainer comes to its last micro-batch, and batches of an epoch may be fewer."""
+    run = trainer(tmp_path, method="bps", max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    seen: list[tuple[bool, int, int]] = []
+    step = run.training_step
+
+    def watched(*args: Any, **options: Any) -> torch.Tensor:
+        waiting = (run.accelerator.sync_gradients, run.current_gradient_accumulation_steps, len(run._batches))
+        seen.append(waiting)
+        return step(*args, **options)
+
+    run.training_step = watched  # type: ignore[method-assign]
+    run.train()
+    first, second = [(False, 4, 4)] * 3 + [(True, 4, 4)], [(False, 2, 2), (True, 2, 2)]
+    assert seen == (first + second) * 2
