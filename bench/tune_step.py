@@ -13,6 +13,7 @@ them. `--no-compile` measures without compiling.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -113,6 +114,7 @@ def measure_run(arguments: argparse.Namespace, method: str) -> dict[str, float]:
     """Seconds of an update, and on a GPU the most memory that was taken."""
     on_gpu = not arguments.cpu
     torch.manual_seed(0)
+    gc.collect()  # what the run before has left
     model = random_model(arguments.shape, "cuda" if on_gpu else "cpu")
     ids = torch.randint(0, 40000, (4 * arguments.batch, arguments.length)).tolist()
     if on_gpu:
