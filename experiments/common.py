@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from otaro.evaluate.model import source_tokenizer
 from otaro.sources import open_source
+from otaro.sources.loading import load_model as load_source
+from otaro.sources.loading import source_tokenizer
 from otaro.tokenizer import encode
-from otaro.tune.model import load_model as load_source
 
 ROOT = Path(__file__).resolve().parent
 

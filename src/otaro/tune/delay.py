@@ -9,7 +9,7 @@ Decided here, where the paper is silent:
 - A held batch changes nothing: no weight decay, no momentum, no second moment. The learning rate schedule counts every
   batch, held or not, so that all methods see the same schedule over the same data.
 - `apply` is ``sum``, as printed in the paper, or ``mean``. Under Adam the size of a gradient matters only beside the
-  others': with the mean, one update in N, the ultra-low widths are hardly trained (docs/tuning.md has figures).
+  others': with the mean, one update in N, the ultra-low widths are hardly trained (docs/results.md has figures).
 - A buffer that is not full when training ends is dropped, as in the paper's algorithm.
 - The buffer costs one more copy of the gradients. Where they were computed in 16 bits it holds no more than that, if
   `dtype` says so.
