@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import otaro
-from otaro import cli, figure_file
+from otaro import cli, figure_file, ops
 from otaro.evaluate import divergence
 from otaro.evaluate.perplexity import text_tokens
 from otaro.precision import Precision
@@ -212,3 +212,20 @@ def test_what_is_no_model_is_refused(run: Any, text_file: Path, tmp_path: Path, 
     code, out, remarks = run("eval", tmp_path / name, "--text", text_file)
     assert (code, out, len(remarks)) == (2, "", 1)
     assert name in remarks[0]
+
+
+def test_scales_of_a_plain_model_are_found_once(
+    run: Any, tiny_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for every window and width: weights do not change while they are measured."""
+    found: list[tuple[int, ...]] = []
+    scales = ops.scales
+
+    def counted(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        found.append((weight.data_ptr(), *weight.shape))
+        return scales(weight, *rest)
+
+    monkeypatch.setattr("otaro.ops.scales", counted)
+    code, _, _ = run("eval", tiny_llama, "--text", text_file, "--window", WINDOW, "--max-windows", 3, "--device", "cpu")
+    assert code == 0
+    assert len(found) == len(set(found)) > 10

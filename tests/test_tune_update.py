@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, masking_utils
 from tuning import Blocks, arguments, trainer
 
-from otaro import convert
+from otaro import convert, ops
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.sefp import Format
@@ -172,6 +172,30 @@ def test_compiled_it_is_the_same_run(tmp_path: Path) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
     for (name, first), second in zip(plain.model.named_parameters(), compiled.model.parameters(), strict=True):
         assert torch.equal(first, second), name
+
+
+@pytest.mark.parametrize(("method", "graphs"), [("fp16", 2), ("uniform", 2), ("tiers", 6)])
+def test_layers_and_widths_share_what_is_compiled(
+    method: str, graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where values are made beforehand: a layer and a loss, with tiers for each tier and size of batch."""
+
+    def fill(self: Refresher, width: Precision, shared: Any) -> None:
+        for layer, *_ in shared:
+            tiers = [(tier, weight.detach()) for tier, weight in layer.tiers.get("weight", ())]
+            values = ops.fake_quantize(layer.weight.detach(), width, layer.format, tiers)
+            self._results.setdefault(layer.weight.data_ptr(), torch.empty_like(values)).copy_(values)
+
+    monkeypatch.setattr(Refresher, "_fills", lambda self, layer: True)
+    monkeypatch.setattr(Refresher, "_fill", fill)
+    monkeypatch.setattr(Refresher, "share", lambda self, shares: False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options: dict[str, Any] = {"method": method, "max_steps": 8, "per_device_train_batch_size": 6, **ADAM}
+    args = arguments(tmp_path, **options, compile=True, compile_backend="eager")
+    OtaroTrainer(random_model("llama"), args, train_dataset=Blocks(48), progress=lambda *_: None).train()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_what_chooses_tokens_by_looking_at_them_is_not_compiled() -> None:

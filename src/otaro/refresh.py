@@ -44,8 +44,9 @@ class Refresher:
 
     def set_width(self, width: Precision | None, *, again: bool = False) -> None:
         """Compute at a width from now on; None is full precision. `again`: the weights have not changed since."""
+        # Past a module's own way of setting attributes, which is slow for hundreds of layers in every pass.
         for layer in self._simulated:
-            layer.precision = width
+            layer.__dict__["precision"] = width
         self(again=again)
 
     def in_own_type(self) -> Refresher:
@@ -66,10 +67,10 @@ class Refresher:
         for width, shared in self._groups([layer.width for layer in self._layers]):
             self._fill(width, shared)
             for layer in (layer for layers in shared for layer in layers):
-                layer.values = self._results[layer.weight.data_ptr()]
                 tiers = layer.tiers.get("weight", ())
                 # Not by plain assignment, which would make the tier a second parameter of the layer.
-                layer.__dict__["trained"] = ops.deciding(layer.weight, width, tiers) if tiers else None
+                trained = ops.deciding(layer.weight, width, tiers) if tiers else None
+                layer.__dict__.update(values=self._results[layer.weight.data_ptr()], trained=trained)
 
     def clear(self) -> None:
         """Let the layers quantise for themselves again, with scales that they find themselves."""
@@ -80,7 +81,7 @@ class Refresher:
 
     def _drop_values(self) -> None:
         for layer in self._layers:
-            layer.values = layer.trained = None
+            layer.__dict__.update(values=None, trained=None)
 
     @torch.no_grad()
     def _find_scales(self) -> None:

@@ -55,6 +55,6 @@ class Compilation:
         self._kinds.add(kind)
         return new
 
-    def full_batches(self, full: bool) -> AbstractContextManager[Any]:
-        """What an update is computed in: as it stands, unless all of its micro-batches are `full`."""
-        return torch.compiler.set_stance("force_eager") if self.enabled and not full else nullcontext()
+    def left_out(self) -> AbstractContextManager[Any]:
+        """For what is computed too seldom, or in too many shapes, to be compiled for."""
+        return torch.compiler.set_stance("force_eager") if self.enabled else nullcontext()

@@ -39,7 +39,7 @@ def measure(
     result = {}
     options: dict[str, Any] = {"window": window, "progress": progress, "batch_size": batch_size}
     # Other shapes than those that are trained with, in another type: compiling for them would not pay.
-    with as_it_is(model), trainer.compilation.full_batches(False):
+    with as_it_is(model), trainer.compilation.left_out():
         for width in widths:
             with trainer.at_width(width, exact=True):
                 measured = perplexity(model, tokens, description=f"perplexity at {width_name(width)}", **options)

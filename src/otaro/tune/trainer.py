@@ -17,7 +17,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -226,30 +226,34 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             return torch.zeros((), device=self.args.device)
         batches = [self._prepare_inputs(batch) for batch in self._batches]
         self._batches = []
-        model.train()
+        if not model.training:
+            model.train()
+        train = getattr(self.optimizer, "train", None)
+        if callable(train):
+            train()  # those without a schedule have another state for evaluation
         processes = self._processes()
         wide = self.update_callback.width
         if self.tiers and self.measured is None:
             self._report("measuring how far the widths agree")
-            selector = cast(WideSelector, self.selector)
-            self.set_measured(
-                measure(
+            with self.compilation.left_out():
+                measured = measure(
                     model,
                     batches,
                     self.weights,
                     self.args.constants,
-                    wide=selector.wide,
+                    wide=cast(WideSelector, self.selector).wide,
                     tiers=self.tiers,
                     context=self.compute_loss_context_manager,
                     processes=processes,
                 )
-            )
+            self.set_measured(measured)
         plan = self._plan(wide)
         size = self._train_batch_size
         sizes = {tuple(batch["labels"].shape) for batch in batches}
         if self.compilation.is_new((wide is None, plan.narrow, plan.thinned, *sorted(sizes))):
             self._report("compiling … (the first updates take longer)")
-        with self.compilation.full_batches(all(rows == size for rows, *_ in sizes)):
+        full = all(rows == size for rows, *_ in sizes)
+        with nullcontext() if full else self.compilation.left_out():
             self.update_losses = compute_gradients(
                 model,
                 batches,
@@ -371,7 +375,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         outputs: dict[str, EvalLoopOutput] = {}
         widths: list[Precision | None] = [*self.selector.widths] or [None]
         for width in widths:
-            with self.at_width(width), self.compilation.full_batches(False):
+            with self.at_width(width), self.compilation.left_out():
                 outputs[str(width)] = super().evaluation_loop(*args, **options)
         last = next(reversed(outputs.values()))
         if len(outputs) == 1 or f"{prefix}_loss" not in last.metrics:

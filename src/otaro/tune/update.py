@@ -117,7 +117,6 @@ def compute_gradients(
                         backward(value * scale)
                         _add(losses, narrow, cross_entropy * scale)
     if narrow is not None:
-        weights.set_width(plan.wide, again=True)
         if isinstance(model, DistributedDataParallel):
             average_gradients(model)
         share_gradients(model, plan.shares, weights)
