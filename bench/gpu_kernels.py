@@ -2,9 +2,9 @@
 
     python bench/gpu_kernels.py --shape smollm2 --json bench/gpu_kernels.json
 
-Compares the kernel with the torch codec bit for bit first, bfloat16 included, tiers and shared exponents too. Then for
-all weights of a model's shape: E5M8 as in an update without tiers; with tiers E5M8 (exponents are found), E5M4 and E5M3
-(exponents are known), and the tiers' gradients shared. Bytes are those that must be read and written at least; the
+Compares the kernel with the torch codec bit for bit first, bfloat16 included, tiers and known scales too. Then for
+all weights of a model's shape: E5M8 as in an update without tiers; with tiers E5M8 (scales are found), E5M4 and E5M3
+(scales are known), and the tiers' gradients shared. Bytes are those that must be read and written at least; the
 limit is what copying 1 GiB reaches in the same run. Medians over interleaved rounds. `--search` tries sizes of blocks.
 """
 

@@ -201,10 +201,16 @@ def test_unknown_command(run: Any) -> None:
 
 @pytest.mark.parametrize(
     "text, size",
-    [("5GB", 5_000_000_000), ("500 mb", 500_000_000), ("2GiB", 2 * 2**30), ("1.5kB", 1500), ("100", 100), ("7B", 7)],
+    [("5GB", 5_000_000_000), ("500 mb", 500_000_000), ("2GiB", 2 * 2**30), ("1.5kB", 1500), ("100m", 10**8), ("7B", 7)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert cli.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["100", "0MB", "MB", "1iB", "-1GB", "1e9B"])
+def test_sizes_without_a_unit_are_refused(text: str) -> None:
+    with pytest.raises(OtaroError, match="is not a size"):
+        cli.parse_size(text)
 
 
 # ---- generate

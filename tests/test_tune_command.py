@@ -12,6 +12,7 @@ import pytest
 import torch
 from architectures import random_model
 from conftest import byte_tokenizer
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from tuning import command, command_on_a_full_disk, killed_command, trainer
@@ -22,6 +23,7 @@ from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.sources import open_source
 from otaro.sources.loading import load_model
+from otaro.sources.scales import SCALES_NAME
 from otaro.tune import report
 from otaro.tune.callbacks import losses_by_width
 from otaro.tune.command import measure_before
@@ -109,6 +111,10 @@ def test_python_the_demo_and_the_command_are_the_same_run(
     written, saved = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "tuned"))
     assert written.keys() == saved.keys()
     assert all(torch.equal(written[name], saved[name]) for name in written)
+    with safe_open(out / SCALES_NAME, "pt") as first, safe_open(tmp_path / "tuned" / SCALES_NAME, "pt") as second:
+        assert first.metadata() == second.metadata()
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first.get_tensor(name), second.get_tensor(name)) for name in first.keys())  # noqa: SIM118
     log = (out / "tune.jsonl").read_bytes()
     assert (tmp_path / "run" / "tune.jsonl").read_bytes() == log
     for name, value in {"MODEL": str(tiny_llama), "STEPS": 4, "BATCH": 8, "SEQUENCE": 32}.items():

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, masking_utils
 from tuning import Blocks, arguments, trainer
 
 from otaro import convert, ops
+from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.sefp import Format
@@ -67,6 +68,35 @@ def test_an_update_needs_no_trainer(plan: Plan, tiers: bool) -> None:
         assert first.grad is not None, name
         assert second.grad is not None, name
         torch.testing.assert_close(first.grad, second.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_two_processes_have_the_gradients_of_one() -> None:
+    """Their mean, as launchers take it, and of both passes."""
+    ids = Blocks(4).ids
+    gradients: list[list[torch.Tensor]] = []
+    losses: list[list[dict[Any, torch.Tensor]]] = []
+    first = simulated(tiers=False).state_dict()
+    for count in (1, 2):
+        model = simulated(tiers=False)
+        model.load_state_dict(first)
+        losses.append([])
+        for index in range(count):
+            batch = {"input_ids": ids[index::count], "labels": ids[index::count]}
+            processes = Processes(count, index, lambda value: value * count)  # noqa: B023
+            plan, weights = Plan(M8, M3, 0.5), Refresher(model)
+            found = compute_gradients(model, [batch], plan, weights, batch_size=4 // count, processes=processes)
+            losses[-1].append(found)
+        gradients.append([parameter.grad / count for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
+    for width, loss in losses[0][0].items():
+        torch.testing.assert_close((losses[1][0][width] + losses[1][1][width]) / 2, loss)
+
+
+def test_a_width_needs_simulated_layers() -> None:
+    plain = Refresher(torch.nn.Linear(2, 2))
+    assert plain.width is None
+    with pytest.raises(OtaroError, match="no simulated layers to compute at E5M4"):
+        plain.set_width(Precision.E5M4)
 
 
 def test_sequences_are_numbered_over_micro_batches_and_processes() -> None:

@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     linear, embedding = targets(model)
     original = {name: weight.detach().clone() for name, weight in (linear | embedding).items()}
     result: dict[str, Any] = {
-        "model": arguments.model,
+        "model": Path(arguments.model).name,
         "text": Path(arguments.text).name,
         "tokens": len(tokens),
         "window": arguments.window,

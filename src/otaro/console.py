@@ -248,11 +248,11 @@ def decode_text(data: bytes, name: str) -> str:
 
 def parse_size(text: str) -> int:
     """A number of bytes such as 500MB, 5GB or 2GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise OtaroError(f"{text!r} is not a size: write it as 500MB or 5GB")
     base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
 def check_outputs(paths: Sequence[Path | None]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from otaro import ops
+from otaro.errors import OtaroError
 from otaro.nn import FakeSefp, FakeSefpEmbedding, FakeSefpLinear
 from otaro.precision import WIDEST, Precision
 
@@ -40,10 +41,12 @@ class Refresher:
     @property
     def width(self) -> Precision | None:
         """What was asked for last; None is full precision."""
-        return self._simulated[0].precision
+        return self._simulated[0].precision if self._simulated else None
 
     def set_width(self, width: Precision | None, *, again: bool = False) -> None:
         """Compute at a width from now on; None is full precision. `again`: the weights have not changed since."""
+        if width is not None and not self._simulated:
+            raise OtaroError(f"the model has no simulated layers to compute at {width}: convert.simulate comes first")
         # Past a module's own way of setting attributes, which is slow for hundreds of layers in every pass.
         for layer in self._simulated:
             layer.__dict__["precision"] = width

@@ -73,6 +73,8 @@ class TransformersRunner:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
             }
+        if on_width is not None:
+            on_width(self.width)
         return continue_tokens(
             self.model,
             self.tokenizer,

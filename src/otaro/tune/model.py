@@ -60,11 +60,11 @@ def merge_adapters(model: Any) -> Any:
         return model.merge_and_unload()
 
 
-def save_settled(model: nn.Module, source: Source, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write the scales that tiers were settled with, if there were any."""
+def save_settled(model: nn.Module, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write the scales that tiers were settled with, if there were any, beside the weights saved in a folder."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FakeSefp) and layer.settled}
     found = {f"{path}.{name}": scale for path, layer in layers.items() for name, scale in layer.scales.items()}
-    scales = {spec.name: found[spec.name] for spec in source.tensors if spec.name in found}  # a tied one once
+    scales = {name: found[name] for name, _ in model.named_parameters() if name in found}  # a tied one once
     if scales:
         save_scales(folder, scales, weights, next(iter(layers.values())).format)
 
@@ -80,7 +80,7 @@ def save_model(
     with new_folder(out, size) as partial:
         with quiet():
             model.save_pretrained(partial, state_dict=state)
-        save_settled(model, source, partial, state or model.state_dict())
+        save_settled(model, partial, state or model.state_dict())
         config = dict(sorted({**source.config, "dtype": "float32"}.items()))
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for path in partial.glob("*.safetensors"):

@@ -48,7 +48,7 @@ from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.data import learn_prompts, lengths, make_collator
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.measurement import Measured, measure
-from otaro.tune.model import has_adapters
+from otaro.tune.model import has_adapters, save_settled
 from otaro.tune.selector import WideSelector
 from otaro.tune.tiers import add_tiers, has_tiers, set_apart_narrowest, settle_model
 from otaro.tune.update import Batch, Plan, Processes, compute_gradients
@@ -439,6 +439,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             # Trainer would not find them again and go on with the weights it happens to hold.
             original = resume.CHECKPOINT.fullmatch(folder.name) is None
             model.save_pretrained(folder, state_dict=state_dict, save_original_format=original)
+            save_settled(model, folder, state_dict or model.state_dict())
         elif has_adapters(model):
             model.save_pretrained(folder, state_dict=state_dict)
         else:

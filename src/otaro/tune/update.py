@@ -86,7 +86,8 @@ def compute_gradients(
         for number, batch in enumerate(batches)
     ]
     narrow_tokens = processes.total(_predictions(batches, rows)) if narrow is not None else None
-    loss = _model_loss(processes.total(_predictions(batches)), context) if loss is None else loss
+    if loss is None:
+        loss = _model_loss(processes.total(_predictions(batches)), processes.count, context)
     with _without_packing(batches):
         for number, batch in enumerate(batches):
             inputs = {name: value for name, value in batch.items() if name != PROMPT_MASK}
@@ -162,11 +163,13 @@ def _synchronised(model: nn.Module, last: bool, *, apart: bool) -> AbstractConte
     return nullcontext() if last and not apart else gradients_apart(model)
 
 
-def _model_loss(tokens: Tensor, context: Callable[[], AbstractContextManager[Any]]) -> Loss:
+def _model_loss(tokens: Tensor, count: int, context: Callable[[], AbstractContextManager[Any]]) -> Loss:
+    """A process's part of the sum over all tokens, times the processes, over which gradients are averaged."""
+
     def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         with context():
-            outputs = model(**batch, use_cache=False, num_items_in_batch=tokens)
-        return outputs.loss, outputs.logits
+            outputs = model(**batch, use_cache=False, num_items_in_batch=tokens.clamp(min=1))
+        return outputs.loss * count, outputs.logits
 
     return loss
 
