@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import select
+import signal
 import struct
 import sys
 import termios
@@ -319,6 +320,7 @@ class Terminal:
     def __init__(self, code: str, *arguments: str, columns: int = 80) -> None:
         self.pid, self._file = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs have it ignored, and pass that on
             os.execv(sys.executable, [sys.executable, "-c", code, *arguments])
         fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.text = ""
