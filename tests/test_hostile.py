@@ -275,6 +275,8 @@ def test_what_a_caller_raises_comes_out_as_it_is(packed_llama: Path) -> None:
         continue_tokens(model, tokenizer, torch.tensor([[5]]), max_new_tokens=40, settings={}, on_text=stop)
     with pytest.raises(OtaroError, match="transformers cannot go on from this prompt"):
         continue_tokens(model, tokenizer, torch.tensor([[5]]), max_new_tokens=2, settings={"num_beams": 0})
+    with pytest.raises(OtaroError, match="the prompt has no tokens"):
+        continue_tokens(model, tokenizer, torch.empty(1, 0, dtype=torch.int64), max_new_tokens=2, settings={})
 
 
 def test_texts_that_become_longer_and_longer_are_refused() -> None:

@@ -15,6 +15,7 @@ from otaro.tokenizer import decode, encode_prompt, render_chat
 
 UNFINISHED = "\ufffd"
 """What a decoder puts where a character's last bytes are still to come."""
+NO_TOKENS = "the prompt has no tokens: give some text to go on from"
 PROMPT_TAIL = 8
 """Tokens of a prompt that the text of an answer is made with, more than a character has."""
 
@@ -134,7 +135,7 @@ def prompt_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int
     else:
         ids = render_chat(tokenizer, [{"role": "user", "content": prompt}])
     if not ids:
-        raise OtaroError("the prompt has no tokens: give some text to go on from")
+        raise OtaroError(NO_TOKENS)
     return ids
 
 

@@ -42,7 +42,7 @@ from otaro.engine.weights import Weights
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.precision import NARROWEST, Precision, join
 from otaro.progress import Progress
-from otaro.text import GenerationResult, check_room, prompt_tokens
+from otaro.text import NO_TOKENS, GenerationResult, check_room, prompt_tokens
 from otaro.tokenizer import load_tokenizer, render_chat
 
 DEFAULT_CONTEXT = 8192
@@ -358,7 +358,7 @@ class Engine:
 
     def _check_prompt(self, prompt: Sequence[int], new: int) -> None:
         if len(prompt) == 0:
-            raise OtaroError("the prompt has no tokens: give some text to go on from")
+            raise OtaroError(NO_TOKENS)
         check_room(len(prompt), new, self.context)
 
 

@@ -16,7 +16,7 @@ from otaro.errors import OtaroError, foreign_code
 from otaro.generation.request import Request
 from otaro.model_config import check_tokens, context_length
 from otaro.precision import Precision
-from otaro.text import GenerationResult, TextStream, check_room, end_tokens
+from otaro.text import NO_TOKENS, GenerationResult, TextStream, check_room, end_tokens
 
 
 class TransformersRunner:
@@ -111,6 +111,8 @@ def continue_tokens(
     ids = ids.to(model.device)
     context = context or context_length(model)
     check_room(ids.shape[1], max_new_tokens, context)
+    if ids.shape[1] == 0:
+        raise OtaroError(NO_TOKENS)
     check_tokens(model, int(ids.max()))
     ends = end_tokens(tokenizer, model.generation_config.eos_token_id)
     streamer = _Streamer(tokenizer, stop, on_text)
