@@ -41,7 +41,7 @@ SECONDS = 5.0
 MEMORY = 500_000_000
 HANGS_AFTER = 60
 ADDRESSES = 12 << 30
-ROUNDS_OF_A_CHILD = 2000
+ROUNDS_OF_A_CHILD = 500
 RESTART = 75
 """What a child exits with that wants another one in its place: a tokenizer is still busy with a text it was given."""
 USED = ("bench.measure", "evaluate.command", "evaluate.divergence", "export", "tune.command", "tune.trainer")
