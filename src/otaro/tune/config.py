@@ -15,7 +15,7 @@ from otaro.errors import OtaroError
 from otaro.precision import EMBEDDING_FLOOR, Precision, parse_precisions
 from otaro.sefp import Format
 from otaro.tune.delay import APPLY
-from otaro.tune.recipe import Recipe, find_recipe
+from otaro.tune.recipe import SETTINGS, Recipe, find_recipe
 from otaro.tune.selector import WidthSelector, make_selector
 
 MOST_TIERS = 2
@@ -142,26 +142,8 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
 
 RESUMED = (
     "recipe",
-    "method",
-    "widths",
-    "exploration",
-    "delay",
-    "delay_apply",
-    "ultra_low",
-    "tiers",
-    "distillation",
-    "completion_only",
-    "average",
-    "scheme",
-    "group_size",
-    "embedding_floor",
-    "optim",
-    "learning_rate",
-    "lr_scheduler_type",
+    *SETTINGS,
     "lr_scheduler_kwargs",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
     "max_steps",
     "num_train_epochs",
     "seed",
