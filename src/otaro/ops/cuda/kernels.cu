@@ -422,6 +422,7 @@ template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec &call) {
   synchronize_cluster();
 }
 
+#ifndef OTARO_COLUMNS
 // Two neighbouring codes of a row, in the halves of a word.
 template <typename Words> DEVICE u32 two_codes(u32 base, const Words &bits, int extra, int step, int pair, int lower) {
   u32 codes = rotate_right(base, 6 - 4 * pair + 8 * lower) & 0x000F000Fu;
@@ -498,8 +499,7 @@ KERNEL decode_rows(PARAMETER Decode call) {
   }
 }
 
-#ifdef OTARO_COLUMNS
-#if OTARO_EXTRA >= 0
+#elif OTARO_EXTRA >= 0
 KERNEL __launch_bounds__(OTARO_THREADS, 1) matvec_kernel(PARAMETER Matvec call) {
   matvec<OTARO_EXTRA, OTARO_COLUMNS>(call);
 }
@@ -523,5 +523,4 @@ KERNEL __launch_bounds__(OTARO_THREADS, 1) matvec_kernel(PARAMETER Matvec call) 
     return matvec<5, OTARO_COLUMNS>(call);
   }
 }
-#endif
 #endif
