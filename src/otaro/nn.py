@@ -3,7 +3,8 @@
 Running: :class:`SefpWeight` holds the planes of one tensor as buffers, in the layout of the files, and a precision.
 :class:`SefpLinear` and :class:`SefpEmbedding` are layers around it; the fused 3-D experts of a mixture-of-experts
 model become a bare `SefpWeight` that decodes one expert at a time when it is indexed. Switching the precision changes
-one attribute: no weight is copied, planes beyond the width are simply not read.
+one attribute: no weight is copied, planes beyond the width are simply not read. On GPUs with kernels for it the planes
+are re-laid in fragment order when they are first used (`arranged`), and back when they are asked for, saved or moved.
 
 Tuning: :class:`FakeSefpLinear`, :class:`FakeSefpEmbedding` and :class:`FakeSefpExperts` keep the ordinary parameters
 and pass them through the format on their way into the product; gradients go straight through.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ from torch.nn import functional
 
 from otaro import ops
 from otaro.errors import PrecisionError
-from otaro.packing import BITS, WIDTHS, Planes, plane_shapes
+from otaro.ops.cuda.layout import Fragments, fragments, to_planes
+from otaro.packing import BASE, BITS, WIDTHS, Planes, plane_shapes
 from otaro.precision import NARROWEST, Precision
 from otaro.sefp import Format, Tiers
 
@@ -38,6 +40,8 @@ class SefpWeight(nn.Module):
 
     tied_to: SefpWeight | None
     values_like: Tensor
+    arranged: bool = False
+    """The buffers hold the planes in fragment order."""
 
     def __init__(
         self,
@@ -69,14 +73,61 @@ class SefpWeight(nn.Module):
 
     @property
     def planes(self) -> Planes:
+        """The planes as they lie in files."""
         if self.tied_to is not None:
             return self.tied_to.planes
+        return to_planes(self._fragments, self.format) if self.arranged else self._held
+
+    @property
+    def resident(self) -> Planes | Fragments:
+        """The planes as the device at hand computes with them."""
+        if self.tied_to is not None:
+            return self.tied_to.resident
+        # Not while a graph is recorded: then they are used as they are.
+        if not self.arranged and not torch.compiler.is_compiling():
+            self.arrange()
+        return self._fragments if self.arranged else self._held
+
+    def arrange(self) -> None:
+        """Lay the planes in fragment order, one after the other, where the device has kernels for it."""
+        base = cast(Tensor, self._buffers.get(BASE, self.values_like))
+        if self.tied_to is not None or self.arranged or not ops.arranges(base.device, self.format):
+            return
+        for name, plane in self._held.named().items():
+            self._buffers[name] = fragments(name, plane, self.format)
+        self.arranged = True
+
+    def _restore(self) -> None:
+        """Lay the planes as in files again."""
+        if self.arranged:
+            self.load(self.planes)
+
+    @property
+    def _held(self) -> Planes:
         return Planes.from_named(cast(dict[str, Tensor], self._buffers))
+
+    @property
+    def _fragments(self) -> Fragments:
+        held = self._held
+        return Fragments(held.base, held.bits, held.scale, self.shape, self.format.group_size)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._restore()
+        return cast(Self, super()._apply(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.arranged:
+            destination.update({prefix + name: plane for name, plane in self.planes.named().items()})
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._restore()
+        super()._load_from_state_dict(*args)
 
     @property
     def stored(self) -> Precision:
         """The widest code whose bits are all here."""
-        return self.planes.stored
+        return self._held.stored if self.tied_to is None else self.tied_to.stored
 
     @property
     def precision(self) -> Precision:
@@ -100,21 +151,24 @@ class SefpWeight(nn.Module):
         """Take over these planes, without a copy."""
         for name, plane in planes.named().items():
             self.register_buffer(name, plane)
+        self.arranged = False
 
     def attach(self, bit: int, plane: Tensor) -> None:
         """Add the plane of one more bit, or replace it."""
-        self.register_buffer(BITS[bit], plane)
+        self.register_buffer(BITS[bit], fragments(BITS[bit], plane, self.format) if self.arranged else plane)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values at the width in use, shaped as the model sees them."""
-        values = ops.dequantize(self.planes, self.shape[-1], self.width, self.format, dtype or self.values_like.dtype)
+        values = ops.dequantize(self.resident, self.shape[-1], self.width, self.format, dtype or self.values_like.dtype)
         return values.transpose(-1, -2) if self.transposed else values
 
     def __getitem__(self, index: int | Tensor) -> Tensor:
         """One matrix of a stack of them: an expert."""
-        planes = self.planes
+        planes = self.resident
         rows = self.shape[-2]
-        stack = Planes.from_named({name: plane.flatten(0, -2) for name, plane in planes.named().items()})
+        stack = planes
+        if isinstance(planes, Planes):
+            stack = Planes.from_named({name: plane.flatten(0, -2) for name, plane in planes.named().items()})
         ids = torch.arange(rows, device=planes.base.device) + index * rows
         values = ops.embedding(ids, stack, self.shape[-1], self.width, self.format, self.values_like.dtype)
         return values.transpose(-1, -2) if self.transposed else values
@@ -139,7 +193,7 @@ class SefpLinear(SefpWeight):
         return self.dequantize()
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.planes, self.in_features, self.width, self.format, self.bias)
+        return ops.linear(x, self.resident, self.in_features, self.width, self.format, self.bias)
 
 
 class SefpEmbedding(SefpWeight):
@@ -166,7 +220,7 @@ class SefpEmbedding(SefpWeight):
         return self.dequantize()
 
     def forward(self, ids: Tensor) -> Tensor:
-        values = ops.embedding(ids, self.planes, self.embedding_dim, self.width, self.format, self.values_like.dtype)
+        values = ops.embedding(ids, self.resident, self.embedding_dim, self.width, self.format, self.values_like.dtype)
         return values if self.scale is None else values * torch.tensor(self.scale, dtype=values.dtype)
 
 

@@ -4,8 +4,9 @@
     quantize    weight → values at a width (training)    linear       x · weightᵀ + bias from planes
     embedding   rows of packed weights
 
-Backends are modules with these functions: `reference` (plain torch, any device), `cpu` (the native core) and `gpu`
-(Triton; quantize only). The environment variable ``OTARO_BACKEND`` chooses: ``auto`` (the default) takes the fastest
+Backends are modules with these functions: `reference` (plain torch, any device), `cpu` (the native core), `gpu`
+(Triton; quantize only) and `cuda` (NVIDIA GPUs; dequantize, linear and embedding, from planes in fragment order, which
+:func:`arrange` makes). The environment variable ``OTARO_BACKEND`` chooses: ``auto`` (the default) takes the fastest
 that is at hand and says once if that is not the native one on a CPU; ``native`` and ``reference`` insist. The four ops
 that stand in a model's graph are registered with torch under ``otaro::``, so that ``torch.compile`` keeps them whole;
 outside of it the backend is called at once, because torch's dispatch costs more than a small layer.
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from otaro import sefp
 from otaro.errors import OtaroError
-from otaro.ops import cpu, reference
+from otaro.ops import cpu, cuda, reference
+from otaro.ops.cuda import Fragments
 from otaro.packing import Planes
 from otaro.precision import WIDEST, Precision
 from otaro.sefp import Format, Scheme, Tiers
@@ -66,6 +68,16 @@ def _backend(device: torch.device) -> ModuleType:
     return _cpu_backend(os.environ.get("OTARO_BACKEND", "auto"))[0]
 
 
+def arranges(device: torch.device, format: Format) -> bool:
+    """Whether weights of a format are to lie in fragment order on a device."""
+    return _arranges(device, format, os.environ.get("OTARO_BACKEND", "auto"))
+
+
+@functools.cache
+def _arranges(device: torch.device, format: Format, choice: str) -> bool:
+    return choice != "reference" and cuda.supports(format) and cuda.available(device) is None
+
+
 def quantize_backend(device: torch.device) -> ModuleType:
     """The module that quantises weights on a device."""
     if device.type == "cuda":
@@ -88,7 +100,15 @@ def backends() -> list[tuple[str, str, str]]:
         small = f"{reason}; float32 and at most {SMALL_BATCH} rows, else dequantize and torch's matrix product"
         rows[OPS.index("linear")] = ("linear (cpu)", name, small)
     if torch.cuda.is_available():
-        rows += [(f"{op} (cuda)", "reference", "plain torch on the device") for op in OPS]
+        reason = "OTARO_BACKEND=reference"
+        if os.environ.get("OTARO_BACKEND", "auto") != "reference":
+            reason = cuda.available(torch.device("cuda")) or ""
+        for op in OPS:
+            kernel = not reason and op in ("dequantize", "linear", "embedding")
+            served = (
+                ("cuda", "scheme nested, groups of 64 and more") if kernel else ("reference", reason or "plain torch")
+            )
+            rows.append((f"{op} (cuda)", *served))
         gpu_module, gpu_reason = _gpu_backend(os.environ.get("OTARO_BACKEND", "auto"))
         gpu_name = "reference" if gpu_module is reference else "triton"
         rows[len(OPS) + OPS.index("quantize")] = ("quantize (cuda)", gpu_name, gpu_reason)
@@ -143,9 +163,13 @@ def straight_through(weight: Tensor, values: Tensor) -> Tensor:
     return result
 
 
-def dequantize(planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    planes: Planes | Fragments, columns: int, precision: Precision, format: Format, dtype: torch.dtype
+) -> Tensor:
     """The values of packed weights at a width."""
     values: Tensor
+    if isinstance(planes, Fragments):
+        return cuda.dequantize(planes, precision, dtype)
     if torch.compiler.is_compiling():
         values = torch.ops.otaro.dequantize(*_arguments(planes, columns, precision, format), dtype)
     else:
@@ -154,10 +178,12 @@ def dequantize(planes: Planes, columns: int, precision: Precision, format: Forma
 
 
 def linear(
-    x: Tensor, planes: Planes, columns: int, precision: Precision, format: Format, bias: Tensor | None
+    x: Tensor, planes: Planes | Fragments, columns: int, precision: Precision, format: Format, bias: Tensor | None
 ) -> Tensor:
     """``x @ weight.T + bias`` with the weight at a width; differentiable in x and bias."""
     result: Tensor
+    if isinstance(planes, Fragments):
+        return cuda.linear(x, planes, precision, bias)
     small = x.numel() <= SMALL_BATCH * columns and x.dtype == torch.float32 and x.device.type == "cpu"
     differentiated = x.requires_grad or (bias is not None and bias.requires_grad)
     if small and not (differentiated and torch.is_grad_enabled()):
@@ -170,10 +196,12 @@ def linear(
 
 
 def embedding(
-    ids: Tensor, planes: Planes, columns: int, precision: Precision, format: Format, dtype: torch.dtype
+    ids: Tensor, planes: Planes | Fragments, columns: int, precision: Precision, format: Format, dtype: torch.dtype
 ) -> Tensor:
     """Rows of a packed matrix, shaped [*ids.shape, columns]."""
     values: Tensor
+    if isinstance(planes, Fragments):
+        return cuda.embedding(ids, planes, precision, dtype)
     if torch.compiler.is_compiling():
         values = torch.ops.otaro.embedding(ids, *_arguments(planes, columns, precision, format), dtype)
     else:

@@ -422,6 +422,26 @@ template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec &call) {
   synchronize_cluster();
 }
 
+// The width is read when the kernel runs: one captured graph serves every width.
+template <int COLUMNS> DEVICE void matvec_any(const Matvec &call) {
+  await_previous_kernel();
+  int extra = load_fresh(call.mantissa) - 3;
+  switch (extra < 0 ? 0 : smaller(extra, call.stored - 3)) {
+  case 0:
+    return matvec<0, COLUMNS>(call);
+  case 1:
+    return matvec<1, COLUMNS>(call);
+  case 2:
+    return matvec<2, COLUMNS>(call);
+  case 3:
+    return matvec<3, COLUMNS>(call);
+  case 4:
+    return matvec<4, COLUMNS>(call);
+  default:
+    return matvec<5, COLUMNS>(call);
+  }
+}
+
 #ifndef OTARO_COLUMNS
 // Two neighbouring codes of a row, in the halves of a word.
 template <typename Words> DEVICE u32 two_codes(u32 base, const Words &bits, int extra, int step, int pair, int lower) {
@@ -499,28 +519,12 @@ KERNEL decode_rows(PARAMETER Decode call) {
   }
 }
 
-#elif OTARO_EXTRA >= 0
-KERNEL __launch_bounds__(OTARO_THREADS, 1) matvec_kernel(PARAMETER Matvec call) {
-  matvec<OTARO_EXTRA, OTARO_COLUMNS>(call);
-}
 #else
-// The width is read where the call stands: one captured graph serves every width.
 KERNEL __launch_bounds__(OTARO_THREADS, 1) matvec_kernel(PARAMETER Matvec call) {
-  await_previous_kernel();
-  int extra = load_fresh(call.mantissa) - 3;
-  switch (extra < 0 ? 0 : smaller(extra, call.stored - 3)) {
-  case 0:
-    return matvec<0, OTARO_COLUMNS>(call);
-  case 1:
-    return matvec<1, OTARO_COLUMNS>(call);
-  case 2:
-    return matvec<2, OTARO_COLUMNS>(call);
-  case 3:
-    return matvec<3, OTARO_COLUMNS>(call);
-  case 4:
-    return matvec<4, OTARO_COLUMNS>(call);
-  default:
-    return matvec<5, OTARO_COLUMNS>(call);
-  }
+#if OTARO_EXTRA >= 0
+  matvec<OTARO_EXTRA, OTARO_COLUMNS>(call);
+#else
+  matvec_any<OTARO_COLUMNS>(call);
+#endif
 }
 #endif

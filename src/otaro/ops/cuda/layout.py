@@ -12,13 +12,13 @@ columns. Plain torch on any device; :func:`to_planes` is the exact inverse.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from otaro.packing import Planes, padded_columns
+from otaro.packing import BASE, SCALE, Planes, padded_columns
 from otaro.precision import NARROWEST, Precision
 from otaro.sefp import Format
 
@@ -59,8 +59,16 @@ def supports(format: Format) -> bool:
 
 def from_planes(planes: Planes, shape: tuple[int, ...], format: Format) -> Fragments:
     """The planes of a tensor of that shape, re-laid."""
-    base, scale = base_fragments(planes.base), scale_fragments(planes.scale, format)
-    return Fragments(base, tuple(map(bit_fragments, planes.bits)), scale, shape, format.group_size)
+    laid = {name: fragments(name, plane, format) for name, plane in planes.named().items()}
+    held = Planes.from_named(laid)
+    return Fragments(held.base, held.bits, held.scale, shape, format.group_size)
+
+
+def fragments(name: str, plane: Tensor, format: Format) -> Tensor:
+    """The plane of a name, [..., rows, bytes], in fragment order."""
+    if name == SCALE:
+        return _scale_units(plane, format)
+    return _relaid(_base_units, plane, 2) if name == BASE else _relaid(_bit_units, plane, 8)
 
 
 def to_planes(fragments: Fragments, format: Format) -> Planes:
@@ -69,29 +77,17 @@ def to_planes(fragments: Fragments, format: Format) -> Planes:
     padded = padded_columns(columns, format)
     rows = fragments.rows
 
-    def whole(chunks: Iterator[Tensor], width: int) -> Tensor:
-        return torch.cat([chunk[:, :width] for chunk in chunks])[:rows].reshape(*leading, width).contiguous()
+    def whole(plane: Tensor, width: int) -> Tensor:
+        return plane[:rows, :width].reshape(*leading, width).contiguous()
 
-    base = whole(_each(_base_rows, fragments.base), padded // 2)
-    bits = tuple(whole(_each(_bit_rows, plane), padded // 8) for plane in fragments.bits)
+    base = whole(_in_rows(_base_rows, fragments.base), padded // 2)
+    bits = tuple(whole(_in_rows(_bit_rows, plane), padded // 8) for plane in fragments.bits)
     repeated = format.group_size // GROUP
     scale = fragments.scale.unflatten(-1, (8, 4, 2)).permute(0, 4, 2, 1, 3).flatten(3).flatten(0, 2)
-    scale = scale[:rows, ::repeated][:, : format.groups(columns)]
-    return Planes(base, bits, scale.reshape(*leading, -1).contiguous())
+    return Planes(base, bits, whole(scale[:, ::repeated], format.groups(columns)))
 
 
-def base_fragments(base: Tensor) -> Tensor:
-    """The plane of the top four bits, [..., rows, bytes], in fragment order."""
-    return torch.cat([_base_units(chunk) for chunk in _chunks(base, COLUMNS // 2)])
-
-
-def bit_fragments(plane: Tensor) -> Tensor:
-    """A plane of one more bit, [..., rows, bytes], in fragment order."""
-    return torch.cat([_bit_units(chunk) for chunk in _chunks(plane, COLUMNS // 8)])
-
-
-def scale_fragments(scale: Tensor, format: Format) -> Tensor:
-    """The scales, [..., rows, groups], in fragment order."""
+def _scale_units(scale: Tensor, format: Format) -> Tensor:
     repeated = scale.flatten(0, -2).repeat_interleave(format.group_size // GROUP, dim=-1)
     units = _padded(repeated, ROWS, COLUMNS // GROUP).unflatten(0, (-1, 2, 8)).unflatten(-1, (-1, 4))
     return units.permute(0, 3, 2, 4, 1).flatten(2).contiguous()  # tile, half, row, unit, group
@@ -149,18 +145,16 @@ def _rotated(words: Tensor, count: int) -> Tensor:
     return words << count | (words >> (32 - count) & ((1 << count) - 1))
 
 
-def _chunks(plane: Tensor, unit_bytes: int) -> Iterator[Tensor]:
-    """Whole tiles of rows of a plane, padded to whole units."""
+def _relaid(lay: Callable[[Tensor], Tensor], plane: Tensor, weights: int) -> Tensor:
+    """A plane with so many weights in a byte, some tiles at a time; each of them padded to whole units."""
     rows = plane.flatten(0, -2)
-    tiles = max(_CHUNK // (rows.shape[1] * COLUMNS // unit_bytes * ROWS), 1)
-    for chunk in rows.split(tiles * ROWS):
-        yield _padded(chunk, ROWS, unit_bytes)
+    tiles = max(_CHUNK // (rows.shape[1] * weights * ROWS), 1)
+    return torch.cat([lay(_padded(chunk, ROWS, COLUMNS // weights)) for chunk in rows.split(tiles * ROWS)])
 
 
-def _each(function: object, units: Tensor) -> Iterator[Tensor]:
+def _in_rows(lay: Callable[[Tensor], Tensor], units: Tensor) -> Tensor:
     tiles = max(_CHUNK // (units.shape[1] * COLUMNS * ROWS), 1)
-    for chunk in units.split(tiles):
-        yield function(chunk)  # type: ignore[operator]
+    return torch.cat([lay(chunk) for chunk in units.split(tiles)])
 
 
 def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
