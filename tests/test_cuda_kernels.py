@@ -40,7 +40,7 @@ def emulated(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     install(library, monkeypatch)
     yield
     monkeypatch.undo()
-    for cache in (cuda._launch_plan, ops._arranges):
+    for cache in (cuda._launch_plan, cuda._divides, ops._arranges):
         cache.cache_clear()
 
 
@@ -307,8 +307,7 @@ def test_plans_fit_the_device_and_cover_the_weight(device: calls.Device) -> None
                 plan = calls.plan(rows, units, extra, batch, device)
                 if plan is None:
                     # Sixteen rows of x need twice the registers, so half the columns fit.
-                    assert batch == 16
-                    assert units > calls.MOST_SPLIT * 8
+                    assert columns > (16384 if batch == 16 or device.shared < LIMITS.shared else 32768)
                     continue
                 assert plan.warps * plan.split >= units > plan.warps * (plan.split - 1)
                 assert plan.warps <= calls.most_warps(plan.columns)

@@ -22,7 +22,7 @@ from otaro.errors import PrecisionError
 from otaro.ops.cuda import calls, compiler
 from otaro.ops.cuda.calls import MOST_BATCH, Device, Plan
 from otaro.ops.cuda.compiler import available
-from otaro.ops.cuda.layout import Fragments, from_planes, supports, to_planes
+from otaro.ops.cuda.layout import ROWS, Fragments, from_planes, supports, to_planes
 from otaro.precision import NARROWEST, Precision
 
 __all__ = ["Fragments", "available", "dequantize", "embedding", "from_planes", "linear", "supports", "to_planes"]
@@ -71,7 +71,13 @@ def _multiplies(x: Tensor, fragments: Fragments, precision: Precision) -> bool:
     batch = x.numel() // fragments.columns
     if not 0 < batch <= MOST_BATCH or x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return -(-fragments.base.shape[1] // calls.MOST_SPLIT) <= calls.most_warps(calls.kernel_columns(batch))
+    extra = precision.mantissa - NARROWEST.mantissa
+    return _divides(_index(fragments.base), *fragments.base.shape[:2], extra, calls.kernel_columns(batch))
+
+
+@functools.cache
+def _divides(index: int, tiles: int, units: int, extra: int, columns: int) -> bool:
+    return calls.plan(ROWS * tiles, units, extra, columns, device_limits(index)) is not None
 
 
 def _arguments(fragments: Fragments, precision: Precision) -> tuple[Tensor, list[Tensor], Tensor, int, int, int]:

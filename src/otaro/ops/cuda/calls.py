@@ -134,7 +134,7 @@ def plan(
     blocks: int | None = None,
     most_clusters: int | None = None,
 ) -> Plan | None:
-    """How to divide a product, or None where it has too many columns.
+    """How to divide a product, or None where it has too many columns for the device.
 
     What is given is taken: clusters that can be at work at once, and choices that are being measured.
     """
@@ -150,21 +150,18 @@ def plan(
     split = -(-units // warps)
     if warps > limit or split > MOST_SPLIT:
         return None
-    if blocks is None:
-        blocks = max(limit // warps, 1)
-    clusters = min(_tiles(rows), max(blocks * device.processors // split, 1), most_clusters or _tiles(rows))
-    share = -(-_tiles(rows) // clusters)
-    if tiles is None:
-        tiles = max(1, min(_STAGE_BYTES // (warps * unit_bytes(extra)), share, 4))
-    room = device.shared // blocks - _RESERVED
-    for steps in range(min(_MOST_STAGES, -(-share // tiles)), 0, -1):
-        chosen = Plan(columns, split, warps, tiles, steps, clusters, extra)
-        if chosen.shared_bytes(rows) <= room:
-            return chosen
-    if split > 1 and share > 1:
-        # Results of so many tiles do not fit: more clusters, one after the other.
-        return _in_waves(rows, Plan(columns, split, warps, 1, 1, clusters, extra), room)
-    return None
+    most = blocks or max(limit // warps, 1)
+    for blocks in range(most, 0, -1):
+        clusters = min(_tiles(rows), max(blocks * device.processors // split, 1), most_clusters or _tiles(rows))
+        share = -(-_tiles(rows) // clusters)
+        count = tiles or max(1, min(_STAGE_BYTES // (warps * unit_bytes(extra)), share, 4))
+        room = device.shared // blocks - _RESERVED
+        for stages in range(min(_MOST_STAGES, -(-share // count)), 0, -1):
+            chosen = Plan(columns, split, warps, count, stages, clusters, extra)
+            if chosen.shared_bytes(rows) <= room:
+                return chosen
+    # Results of so many tiles do not fit: more clusters, one after the other.
+    return _in_waves(rows, Plan(columns, split, warps, 1, 1, clusters, extra), room)
 
 
 def _in_waves(rows: int, chosen: Plan, room: int) -> Plan | None:
