@@ -34,7 +34,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 namespace machine {
 
 struct Range { const u8 *begin; size_t size; bool written; };
-struct Barrier { int pending = 1; long long bytes = 0; u32 phase = 0; };
+struct Barrier { int arrivals, pending; long long bytes; u32 phase; };
 struct Copy { u8 *to; const u8 *from; u32 bytes; Barrier *barrier; };
 struct Slot { u32 a[4], b[2]; float c[4]; };
 struct Gathering { int arrived = 0; u32 generation = 0; };
@@ -147,6 +147,12 @@ inline void start() {
     yield();
 }
 
+inline void complete(Barrier &barrier) {
+  if (barrier.pending == 0 && barrier.bytes == 0)
+    barrier.phase++, barrier.pending = barrier.arrivals;
+  progress++;
+}
+
 // Brings one copy's bytes, the newest first if the seed says so.
 inline void deliver(bool newest) {
   size_t index = newest ? copies.size() - 1 : 0;
@@ -154,9 +160,7 @@ inline void deliver(bool newest) {
   copies.erase(copies.begin() + index);
   std::memcpy(copy.to, copy.from, copy.bytes);
   copy.barrier->bytes -= copy.bytes;
-  if (copy.barrier->pending == 0 && copy.barrier->bytes == 0)
-    copy.barrier->phase++, copy.barrier->pending = 1;
-  progress++;
+  complete(*copy.barrier);
 }
 
 inline void run_cluster(int cluster, int split, size_t shared_bytes, std::mt19937 &random) {
@@ -293,9 +297,9 @@ DEVICE float load_cluster(const float *own, int rank) {
   return *(const float *)(machine::blocks[rank].shared + ((const u8 *)own - shared_memory()));
 }
 
-DEVICE void barrier_init(u64 *barrier) {
+DEVICE void barrier_init(u64 *barrier, u32 arrivals) {
   machine::check_shared(barrier, sizeof(u64));
-  machine::barriers[barrier] = {};
+  machine::barriers[barrier] = {(int)arrivals, (int)arrivals, 0, 0};
 }
 DEVICE void barriers_ready() {}
 DEVICE machine::Barrier &known_barrier(u64 *barrier) {
@@ -306,9 +310,9 @@ DEVICE machine::Barrier &known_barrier(u64 *barrier) {
 DEVICE void barrier_expect(u64 *barrier, u32 bytes) {
   machine::Barrier &known = known_barrier(barrier);
   if (--known.pending < 0)
-    machine::fail("a barrier awaits two copies at once");
+    machine::fail("a barrier has more arrivals than it awaits");
   known.bytes += bytes;
-  machine::progress++;
+  machine::complete(known);
 }
 DEVICE void copy_to_shared(void *to, const void *from, u32 bytes, u64 *barrier) {
   machine::check_global(from, 16, false);

@@ -20,14 +20,17 @@ from otaro.precision import NARROWEST, WIDEST
 MOST_EXTRA = WIDEST.mantissa - NARROWEST.mantissa
 MOST_BATCH = 16
 """The largest batch that one product takes."""
-MOST_SPLIT = 8
+_SPLITS = (1, 2, 4, 8)
+MOST_SPLIT = _SPLITS[-1]
 """Blocks in a cluster that every GPU with clusters can hold."""
 _UNIT_BYTES, _BIT_BYTES, _SCALE_BYTES = 2048, 512, 64
-_BARRIER_BYTES, _MOST_STAGES = 128, 16
+_HEAD_BYTES, _MOST_STAGES = 256, 16
 _RESERVED = 1024
 """Bytes of shared memory that the system keeps of every block's."""
-_STAGE_BYTES = 32 * 1024
-"""About what is copied at a time: large copies reach the memory's full speed."""
+_STAGE_BYTES = 40 * 1024
+"""At most what is copied at a time: large copies reach the memory's full speed."""
+_LEAST_STEPS = 4
+"""Steps of a block that has enough tiles, so that it computes while it copies."""
 
 
 class CPlanes(ctypes.Structure):
@@ -104,7 +107,7 @@ class Plan:
         """Shared memory of a block: barriers, stages, sums of the warps and, where columns are divided, results."""
         results = -(-_tiles(rows) // self.clusters) if self.split > 1 else 0
         sums = (2 * self.tiles * self.warps + results) * ROWS * self.columns * 4
-        return _BARRIER_BYTES + self.stage_memory + sums
+        return _HEAD_BYTES + self.stage_memory + sums
 
 
 def unit_bytes(extra: int) -> int:
@@ -142,19 +145,18 @@ def plan(
     limit = most_warps(columns)
     if split is None:
         # Two blocks of eight warps to a multiprocessor: one computes while the other waits.
-        split = next((split for split in range(1, MOST_SPLIT + 1) if -(-units // split) <= limit // 2), MOST_SPLIT)
-        split = split if columns < MOST_BATCH else -(-units // limit)
+        wanted = limit // 2 if columns < MOST_BATCH else limit
+        split = next((split for split in _SPLITS if -(-units // split) <= wanted), MOST_SPLIT)
         while split * 2 <= min(MOST_SPLIT, units) and _tiles(rows) * split * 2 <= device.processors:
             split *= 2
     warps = -(-units // split)
-    split = -(-units // warps)
     if warps > limit or split > MOST_SPLIT:
         return None
     most = blocks or max(limit // warps, 1)
     for blocks in range(most, 0, -1):
         clusters = min(_tiles(rows), max(blocks * device.processors // split, 1), most_clusters or _tiles(rows))
         share = -(-_tiles(rows) // clusters)
-        count = tiles or max(1, min(_STAGE_BYTES // (warps * unit_bytes(extra)), share, 4))
+        count = tiles or max(1, min(_STAGE_BYTES // (warps * unit_bytes(extra)), share // _LEAST_STEPS))
         room = device.shared // blocks - _RESERVED
         for stages in range(min(_MOST_STAGES, -(-share // count)), 0, -1):
             chosen = Plan(columns, split, warps, count, stages, clusters, extra)

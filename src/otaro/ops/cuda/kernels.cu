@@ -25,7 +25,7 @@
 // order: equal calls give equal bits.
 
 constexpr int UNIT_BASE = 2048, UNIT_BITS = 512, UNIT_SCALE = 64; // bytes of a unit: 16 rows × 256 columns
-constexpr int MOST_EXTRA = 5, MOST_STAGES = 16, BARRIER_BYTES = 128;
+constexpr int MOST_EXTRA = 5, MOST_STAGES = 16, BARRIER_BYTES = 128, HEAD_BYTES = 256;
 
 struct Planes {
   const u8 *base, *bits[MOST_EXTRA], *scale;
@@ -247,60 +247,73 @@ DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES> &x, 
   }
 }
 
-// How a block's shared memory is divided, and its share of the work.
+// A block's share of the work: tiles of the rows, units of the columns, stages of its ring.
+struct Share {
+  int rank, begin, end, first_unit, units, stages;
+};
+
+// How shared memory is divided: barriers, the share (kept there because registers are scarce), the ring of stages, sums
+// of the warps for two steps, results of tiles that other blocks of the cluster add to.
 template <int EXTRA, int COLUMNS> struct Block {
   static constexpr int UNIT = UNIT_BASE + EXTRA * UNIT_BITS + UNIT_SCALE;
+  static constexpr int PARTS = EXTRA + 2;   // the base, the planes, the scales
   static constexpr int SUMS = 16 * COLUMNS; // floats of a tile's results
 
-  int rank, begin, end, first_unit, units, stages, stage_bytes;
-  u64 *barriers;
-  u8 *ring;
-  float *partial, *results;
+  DEVICE static u64 *barrier(int slot) { return (u64 *)shared_memory() + slot; }
+  DEVICE static Share &share() { return *(Share *)(shared_memory() + BARRIER_BYTES); }
+  DEVICE static float *partial(const Matvec &call, int step) {
+    float *sums = (float *)(shared_memory() + HEAD_BYTES + call.stage_memory);
+    return sums + (step & 1) * call.tiles_per_stage * call.warps * SUMS;
+  }
+  DEVICE static float *results(const Matvec &call) { return partial(call, 0) + 2 * (partial(call, 1) - partial(call, 0)); }
 
-  DEVICE Block(const Matvec &call) {
-    rank = block_index() % call.split;
+  // One thread: what the others will find.
+  DEVICE static void prepare(const Matvec &call) {
+    int rank = block_index() % call.split;
     int cluster = block_index() / call.split, clusters = grid_blocks() / call.split;
-    int tiles = (call.planes.rows + 15) / 16;
-    begin = (int)((long long)tiles * cluster / clusters);
-    end = (int)((long long)tiles * (cluster + 1) / clusters);
-    first_unit = rank * call.warps;
-    units = smaller(call.warps, call.planes.units - first_unit);
-    stage_bytes = call.tiles_per_stage * call.warps * UNIT;
-    stages = smaller(MOST_STAGES, call.stage_memory / stage_bytes);
-    barriers = (u64 *)shared_memory();
-    ring = shared_memory() + BARRIER_BYTES;
-    partial = (float *)(ring + call.stage_memory);
-    results = partial + 2 * call.tiles_per_stage * call.warps * SUMS;
-  }
-
-  // Where the stage keeps a part (the base, the planes, the scales) of its first unit.
-  DEVICE u8 *part(const Matvec &call, int slot, int index) const {
-    int before = index == 0 ? 0 : UNIT_BASE + (index - 1) * UNIT_BITS;
-    return ring + slot * stage_bytes + call.tiles_per_stage * call.warps * before;
-  }
-
-  // One thread: copies the tiles of one step into a stage that nobody reads any more.
-  DEVICE void fetch(const Matvec &call, int step, int slot) const {
-    int first = begin + step * call.tiles_per_stage, count = smaller(call.tiles_per_stage, end - first);
-    if (count <= 0)
-      return;
-    barrier_expect(barriers + slot, count * units * UNIT);
+    int tiles = (call.planes.rows + 15) / 16, units = smaller(call.warps, call.planes.units - rank * call.warps);
+    Share own;
+    own.rank = rank;
+    own.begin = (int)((long long)tiles * cluster / clusters);
+    own.end = (int)((long long)tiles * (cluster + 1) / clusters);
+    own.first_unit = rank * call.warps;
+    own.units = units < 0 ? 0 : units;
+    own.stages = smaller(MOST_STAGES, call.stage_memory / (call.tiles_per_stage * call.warps * UNIT));
+    share() = own;
     NO_UNROLL
-    for (int tile = 0; tile < count; tile++) {
-      long long unit = (long long)(first + tile) * call.planes.units + first_unit;
-      int place = tile * call.warps;
-      copy_to_shared(part(call, slot, 0) + place * UNIT_BASE, call.planes.base + unit * UNIT_BASE, units * UNIT_BASE,
-                     barriers + slot);
-      UNROLL
-      for (int b = 0; b < EXTRA; b++)
-        copy_to_shared(part(call, slot, b + 1) + place * UNIT_BITS, call.planes.bits[b] + unit * UNIT_BITS,
-                       units * UNIT_BITS, barriers + slot);
-      copy_to_shared(part(call, slot, EXTRA + 1) + place * UNIT_SCALE, call.planes.scale + unit * UNIT_SCALE,
-                     units * UNIT_SCALE, barriers + slot);
+    for (int slot = 0; slot < own.stages; slot++)
+      barrier_init(barrier(slot), call.warps);
+    barriers_ready();
+  }
+
+  DEVICE static int part_size(int index) { return index == 0 ? UNIT_BASE : index > EXTRA ? UNIT_SCALE : UNIT_BITS; }
+
+  // Where a stage keeps a part of its first unit.
+  DEVICE static u8 *part(const Matvec &call, int slot, int index) {
+    int before = index == 0 ? 0 : UNIT_BASE + (index - 1) * UNIT_BITS;
+    return shared_memory() + HEAD_BYTES + call.tiles_per_stage * call.warps * (slot * UNIT + before);
+  }
+
+  // One thread of each warp: copies its share of a step's tiles into a stage that nobody reads any more.
+  DEVICE static void fetch(const Matvec &call, int step, int slot, int warp) {
+    int first = share().begin + step * call.tiles_per_stage, units = share().units;
+    int count = smaller(call.tiles_per_stage, share().end - first), bytes = 0;
+    if (count <= 0 || units == 0)
+      return;
+    NO_UNROLL
+    for (int copy = warp; copy < count * PARTS; copy += call.warps)
+      bytes += units * part_size(copy % PARTS);
+    barrier_expect(barrier(slot), bytes);
+    NO_UNROLL
+    for (int copy = warp; copy < count * PARTS; copy += call.warps) {
+      int tile = copy / PARTS, index = copy % PARTS, size = part_size(index);
+      const u8 *from = index == 0 ? call.planes.base : index > EXTRA ? call.planes.scale : call.planes.bits[index - 1];
+      from += ((long long)(first + tile) * call.planes.units + share().first_unit) * size;
+      copy_to_shared(part(call, slot, index) + tile * call.warps * size, from, units * size, barrier(slot));
     }
   }
 
-  DEVICE void store_result(const Matvec &call, int tile, int row, int column, float value) const {
+  DEVICE static void store_result(const Matvec &call, int tile, int row, int column, float value) {
     row += 16 * tile;
     if (row >= call.planes.rows || column >= call.batch)
       return;
@@ -313,7 +326,7 @@ template <int EXTRA, int COLUMNS> struct Block {
   }
 
   // A tile's results lie as the lanes hold them: [2 rows' parts][...] of each lane, or the 16 rows of one column.
-  DEVICE void store_results(const Matvec &call, int tile, int lane, int j, float value) const {
+  DEVICE static void store_results(const Matvec &call, int tile, int lane, int j, float value) {
     if constexpr (COLUMNS == 1)
       store_result(call, tile, lane, 0, value);
     else
@@ -323,47 +336,46 @@ template <int EXTRA, int COLUMNS> struct Block {
 
 template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec &call) {
   constexpr int TILES = COLUMNS > 8 ? 2 : 1, HELD = COLUMNS == 1 ? 1 : 4 * TILES;
-  using Layout = Block<EXTRA, COLUMNS>;
-  const Layout block(call);
+  using Block = Block<EXTRA, COLUMNS>;
   const int warp = thread_index() >> 5, lane = thread_index() & 31, tiles_per_stage = call.tiles_per_stage;
-  if (thread_index() == 0) {
+  const Share &share = Block::share();
+  if (thread_index() == 0)
+    Block::prepare(call);
+  synchronize_block();
+  if (lane == 0) {
     NO_UNROLL
-    for (int slot = 0; slot < block.stages; slot++)
-      barrier_init(block.barriers + slot);
-    barriers_ready();
-    NO_UNROLL
-    for (int step = 0; step < block.stages; step++)
-      block.fetch(call, step, step);
+    for (int step = 0; step < share.stages; step++)
+      Block::fetch(call, step, step, warp);
   }
   start_next_kernel();
   await_previous_kernel();
   Activations<TILES> x;
-  if (warp < block.units)
-    load_activations<EXTRA>(x, call, block.first_unit + warp);
-  synchronize_block();
+  if (warp < share.units)
+    load_activations<EXTRA>(x, call, share.first_unit + warp);
 
   int slot = 0, step = 0;
   u32 phase = 0;
-  for (int first = block.begin; first < block.end; first += tiles_per_stage, step++) {
-    int count = smaller(tiles_per_stage, block.end - first);
-    float *partial = block.partial + (step & 1) * tiles_per_stage * call.warps * Layout::SUMS;
-    if (warp < block.units) {
-      barrier_wait(block.barriers + slot, phase);
+  for (int first = share.begin; first < share.end; first += tiles_per_stage, step++) {
+    int count = smaller(tiles_per_stage, share.end - first);
+    float *partial = Block::partial(call, step);
+    if (warp < share.units) {
+      barrier_wait(Block::barrier(slot), phase);
+      NO_UNROLL
       for (int tile = 0; tile < count; tile++) {
         int unit = tile * call.warps + warp;
         const u8 *bits[EXTRA + 1];
         UNROLL
         for (int b = 0; b < EXTRA; b++)
-          bits[b] = block.part(call, slot, b + 1) + unit * UNIT_BITS;
+          bits[b] = Block::part(call, slot, b + 1) + unit * UNIT_BITS;
         float sums[TILES][4];
-        multiply_unit<EXTRA>(sums, x, block.part(call, slot, 0) + unit * UNIT_BASE, bits,
-                             block.part(call, slot, EXTRA + 1) + unit * UNIT_SCALE);
+        multiply_unit<EXTRA>(sums, x, Block::part(call, slot, 0) + unit * UNIT_BASE, bits,
+                             Block::part(call, slot, EXTRA + 1) + unit * UNIT_SCALE);
         UNROLL
         for (int n = 0; n < TILES; n++) {
           float4 scaled = {sums[n][0] * x.factor[n][0], sums[n][1] * x.factor[n][1], sums[n][2] * x.factor[n][0],
                            sums[n][3] * x.factor[n][1]};
           if constexpr (COLUMNS > 1) {
-            store_shared((float4 *)(partial + unit * Layout::SUMS) + n * 32 + lane, scaled);
+            store_shared((float4 *)(partial + unit * Block::SUMS) + n * 32 + lane, scaled);
           } else if ((lane & 3) == 0) {
             store_shared(partial + unit * 16 + (lane >> 2), scaled.x);
             store_shared(partial + unit * 16 + (lane >> 2) + 8, scaled.z);
@@ -372,8 +384,8 @@ template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec &call) {
       }
     }
     synchronize_block();
-    if (thread_index() == 0)
-      block.fetch(call, step + block.stages, slot);
+    if (lane == 0)
+      Block::fetch(call, step + share.stages, slot, warp);
     // Each tile is summed up by one warp, while the others begin with the next.
     for (int tile = warp; tile < count; tile += call.warps) {
       if (COLUMNS == 1 && lane >= 16)
@@ -382,13 +394,13 @@ template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec &call) {
       UNROLL
       for (int j = 0; j < HELD; j++)
         sums[j] = 0;
-      for (int unit = tile * call.warps; unit < tile * call.warps + block.units; unit++) {
+      for (int unit = tile * call.warps; unit < tile * call.warps + share.units; unit++) {
         if constexpr (COLUMNS == 1) {
           sums[0] += load_shared(partial + unit * 16 + lane);
         } else {
           UNROLL
           for (int n = 0; n < TILES; n++) {
-            float4 part = load_shared((const float4 *)(partial + unit * Layout::SUMS) + n * 32 + lane);
+            float4 part = load_shared((const float4 *)(partial + unit * Block::SUMS) + n * 32 + lane);
             sums[4 * n] += part.x, sums[4 * n + 1] += part.y, sums[4 * n + 2] += part.z, sums[4 * n + 3] += part.w;
           }
         }
@@ -396,28 +408,28 @@ template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec &call) {
       UNROLL
       for (int j = 0; j < HELD; j++)
         if (call.split == 1)
-          block.store_results(call, first + tile, lane, j, sums[j]);
+          Block::store_results(call, first + tile, lane, j, sums[j]);
         else if constexpr (COLUMNS == 1)
-          store_shared(block.results + (first - block.begin + tile) * 16 + lane, sums[j]);
+          store_shared(Block::results(call) + (first - share.begin + tile) * 16 + lane, sums[j]);
         else
-          store_shared(block.results + ((first - block.begin + tile) * HELD + j) * 32 + lane, sums[j]);
+          store_shared(Block::results(call) + ((first - share.begin + tile) * HELD + j) * 32 + lane, sums[j]);
     }
-    if (++slot == block.stages)
+    if (++slot == share.stages)
       slot = 0, phase ^= 1;
   }
   if (call.split == 1)
     return;
 
   synchronize_cluster();
-  for (int tile = block.rank * call.warps + warp; tile < block.end - block.begin; tile += call.split * call.warps)
+  for (int tile = share.rank * call.warps + warp; tile < share.end - share.begin; tile += call.split * call.warps)
     if (COLUMNS > 1 || lane < 16)
       UNROLL
       for (int j = 0; j < HELD; j++) {
-        const float *from = block.results + (COLUMNS == 1 ? tile * 16 : (tile * HELD + j) * 32) + lane;
+        const float *from = Block::results(call) + (COLUMNS == 1 ? tile * 16 : (tile * HELD + j) * 32) + lane;
         float sum = 0;
         for (int rank = 0; rank < call.split; rank++)
           sum += load_cluster(from, rank);
-        block.store_results(call, block.begin + tile, lane, j, sum);
+        Block::store_results(call, share.begin + tile, lane, j, sum);
       }
   synchronize_cluster();
 }

@@ -86,7 +86,7 @@ DEVICE void synchronize_block() { __syncthreads(); }
 
 // All blocks of a cluster, their shared memory seen by all.
 DEVICE void synchronize_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 DEVICE u32 shared_address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 DEVICE float load_cluster(const float *own, int rank) {
@@ -98,8 +98,8 @@ DEVICE float load_cluster(const float *own, int rank) {
 }
 
 // A barrier in shared memory that counts the bytes of copies, and copies of whole blocks of bytes that report to it.
-DEVICE void barrier_init(u64 *barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+DEVICE void barrier_init(u64 *barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 DEVICE void barriers_ready() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
