@@ -316,6 +316,33 @@ def test_plans_fit_the_device_and_cover_the_weight(device: calls.Device) -> None
                 assert plan.shared_bytes(rows) <= device.shared - 1024
 
 
+def test_compiled_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC, which comes with torch for GPUs, is replaced: what is asked of it and kept is the point."""
+    asked: list[list[str]] = []
+
+    class Compiler:
+        def nvrtcVersion(self, major: object, minor: object) -> int:  # noqa: N802
+            return 0
+
+    def compile_source(nvrtc: object, options: list[str]) -> bytes:
+        asked.append(options)
+        return " ".join(options).encode()
+
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "_nvrtc", Compiler)
+    monkeypatch.setattr(compiler, "_compile", compile_source)
+    first = compiler.compiled("sm_90", (("OTARO_EXTRA", 1),))
+    assert b"sm_90" in first
+    assert b"-DOTARO_EXTRA=1" in first
+    assert compiler.compiled("sm_90", (("OTARO_EXTRA", 1),)) == first
+    assert compiler.compiled("sm_100", (("OTARO_EXTRA", 1),)) != first
+    assert len(asked) == 2
+    assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 2
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, "/dev/null")
+    assert compiler.compiled("sm_90", (("OTARO_EXTRA", 1),)) == first
+    assert len(asked) == 3
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("extra, columns", [(0, 1), (5, 8)])
 def test_kernels_compile_without_spilling_registers(extra: int, columns: int, tmp_path: Path) -> None:

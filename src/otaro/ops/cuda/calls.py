@@ -58,6 +58,8 @@ class CMatvec(ctypes.Structure):
         ("warps", ctypes.c_int),
         ("tiles_per_stage", ctypes.c_int),
         ("stage_memory", ctypes.c_int),
+        ("share", ctypes.c_int),
+        ("rest", ctypes.c_int),
     )
 
 
@@ -144,9 +146,8 @@ def plan(
     columns = kernel_columns(batch)
     limit = most_warps(columns)
     if split is None:
-        # Two blocks of eight warps to a multiprocessor: one computes while the other waits.
-        wanted = limit // 2 if columns < MOST_BATCH else limit
-        split = next((split for split in _SPLITS if -(-units // split) <= wanted), MOST_SPLIT)
+        # As few blocks in a cluster as the registers allow, but enough to keep every multiprocessor busy.
+        split = next((split for split in _SPLITS if -(-units // split) <= limit), MOST_SPLIT)
         while split * 2 <= min(MOST_SPLIT, units) and _tiles(rows) * split * 2 <= device.processors:
             split *= 2
     warps = -(-units // split)
@@ -203,6 +204,7 @@ def matvec_call(
         chosen.warps,
         chosen.tiles,
         chosen.stage_memory,
+        *divmod(_tiles(fragments.rows), chosen.clusters),
     )
 
 

@@ -39,6 +39,7 @@ struct Matvec {
   const int *mantissa; // in device memory, for the form that reads its width there
   int batch, bfloat, stored;
   int split, warps, tiles_per_stage, stage_memory; // blocks of a cluster; warps, tiles and bytes of a block
+  int share, rest;                                  // tiles of a cluster, and how many clusters have one more
 };
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
@@ -270,12 +271,11 @@ template <int EXTRA, int COLUMNS> struct Block {
   // One thread: what the others will find.
   DEVICE static void prepare(const Matvec &call) {
     int rank = block_index() % call.split;
-    int cluster = block_index() / call.split, clusters = grid_blocks() / call.split;
-    int tiles = (call.planes.rows + 15) / 16, units = smaller(call.warps, call.planes.units - rank * call.warps);
+    int cluster = block_index() / call.split, units = smaller(call.warps, call.planes.units - rank * call.warps);
     Share own;
     own.rank = rank;
-    own.begin = (int)((long long)tiles * cluster / clusters);
-    own.end = (int)((long long)tiles * (cluster + 1) / clusters);
+    own.begin = cluster * call.share + smaller(cluster, call.rest);
+    own.end = own.begin + call.share + (cluster < call.rest);
     own.first_unit = rank * call.warps;
     own.units = units < 0 ? 0 : units;
     own.stages = smaller(MOST_STAGES, call.stage_memory / (call.tiles_per_stage * call.warps * UNIT));

@@ -114,20 +114,29 @@ DEVICE void copy_to_shared(void *to, const void *from, u32 bytes, u64 *barrier) 
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// Waits for the phase; a copy that never comes ends the kernel with an error after some seconds, not never.
+DEVICE bool barrier_passed(u64 *barrier, u32 phase) {
+  u32 done;
+  asm volatile("{ .reg .pred p;\n"
+               "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(shared_address(barrier)), "r"(phase)
+               : "memory");
+  return done != 0;
+}
+DEVICE u64 nanoseconds() {
+  u64 time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+// Waits for the end of a phase. A copy that does not come ends the kernel with an error after four seconds, not never.
 DEVICE void barrier_wait(u64 *barrier, u32 phase) {
-  for (u32 attempt = 0; attempt < 4000000u; attempt++) {
-    u32 done;
-    asm volatile("{ .reg .pred p;\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(phase)
-                 : "memory");
-    if (done)
-      return;
-  }
-  asm volatile("trap;");
+  if (barrier_passed(barrier, phase))
+    return;
+  u64 start = nanoseconds();
+  while (!barrier_passed(barrier, phase))
+    if (nanoseconds() - start > 4000000000ull)
+      asm volatile("trap;");
 }
 
 // Where the launch allows it, the next kernel may start its own preparations, and this one awaits its predecessor.
