@@ -14,7 +14,7 @@ announce "mypy"
 mypy
 
 announce "clang-format --dry-run --Werror"
-find csrc tests/native -type f \( -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) -print0 |
+find csrc src tests -type f -regex '.*\.\(c\|cpp\|h\|hpp\|cu\|cuh\)' -print0 |
     xargs -0 clang-format --dry-run --Werror
 
 announce "pytest, two tests at a time"

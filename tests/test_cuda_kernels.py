@@ -324,22 +324,22 @@ def test_compiled_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         def nvrtcVersion(self, major: object, minor: object) -> int:  # noqa: N802
             return 0
 
-    def compile_source(nvrtc: object, options: list[str]) -> bytes:
+    def compile_source(nvrtc: object, text: str, options: list[str]) -> bytes:
         asked.append(options)
         return " ".join(options).encode()
 
     monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "_nvrtc", Compiler)
     monkeypatch.setattr(compiler, "_compile", compile_source)
-    first = compiler.compiled("sm_90", (("OTARO_EXTRA", 1),))
+    first = compiler.compiled("matvec", "sm_90", (("OTARO_EXTRA", 1),))
     assert b"sm_90" in first
     assert b"-DOTARO_EXTRA=1" in first
-    assert compiler.compiled("sm_90", (("OTARO_EXTRA", 1),)) == first
-    assert compiler.compiled("sm_100", (("OTARO_EXTRA", 1),)) != first
+    assert compiler.compiled("matvec", "sm_90", (("OTARO_EXTRA", 1),)) == first
+    assert compiler.compiled("matvec", "sm_100", (("OTARO_EXTRA", 1),)) != first
     assert len(asked) == 2
     assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 2
     monkeypatch.setenv(compiler.CACHE_VARIABLE, "/dev/null")
-    assert compiler.compiled("sm_90", (("OTARO_EXTRA", 1),)) == first
+    assert compiler.compiled("matvec", "sm_90", (("OTARO_EXTRA", 1),)) == first
     assert len(asked) == 3
 
 
@@ -347,7 +347,7 @@ def test_compiled_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("extra, columns", [(0, 1), (5, 8)])
 def test_kernels_compile_without_spilling_registers(extra: int, columns: int, tmp_path: Path) -> None:
     source = tmp_path / "kernels.cu"
-    source.write_text(compiler.source())
+    source.write_text(compiler.source("matvec"))
     threads = 32 * calls.most_warps(columns)
     definitions = [f"-DOTARO_EXTRA={extra}", f"-DOTARO_COLUMNS={columns}", f"-DOTARO_THREADS={threads}"]
     command = ["nvcc", "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", *definitions, str(source), "-o"]

@@ -2,13 +2,17 @@
 
 #include "machine.h"
 
-#include "kernels.cu"
+#include "planes.cuh"
+
+#include "matvec.cu"
+
+#include "decode.cu"
 
 template <int EXTRA, int COLUMNS> static void matvec_body(const void* call) {
     matvec<EXTRA, COLUMNS>(*(const Matvec*)call);
 }
 template <int COLUMNS> static void any_body(const void* call) { matvec_any<COLUMNS>(*(const Matvec*)call); }
-static void decode_body(const void* call) { decode_rows(*(const Decode*)call); }
+static void decode_body(const void* call) { decode_kernel(*(const Decode*)call); }
 
 #define WIDTHS(columns)                                                                                                \
     matvec_body<0, columns>, matvec_body<1, columns>, matvec_body<2, columns>, matvec_body<3, columns>,                \

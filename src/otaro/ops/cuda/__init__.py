@@ -3,7 +3,7 @@
     layout    planes of the files ↔ fragment order, in plain torch
     calls     the kernels' arguments, and how a product is divided among blocks
     compiler  NVRTC, the cache of compiled kernels, launches
-    kernels.cu, machine.cuh   the kernels, and the instructions they use
+    matvec.cu, decode.cu      the kernels; planes.cuh: where bits lie; machine.cuh: the instructions they use
 
 `linear` picks by batch: up to 16 rows of x are multiplied straight from the planes, reading the bits of the width and
 no others; more are multiplied by torch with the decoded weight. Scheme ``nested``, groups of 64, 128 or 256;
@@ -27,7 +27,7 @@ from otaro.precision import NARROWEST, Precision
 
 __all__ = ["Fragments", "available", "dequantize", "embedding", "from_planes", "linear", "supports", "to_planes"]
 
-_DECODE_THREADS = 256
+_DECODE_THREADS, _MOST_BLOCKS = 128, 2**31 - 1
 
 
 def linear(
@@ -134,8 +134,7 @@ def _rows(
     values = base.new_empty((count, columns), dtype=dtype)
     if count:
         call = calls.decode_call(fragments, len(bits), ids, values)
-        blocks = -(-count * -(-columns // 4) // _DECODE_THREADS)
-        compiler.kernel("decode_rows", _index(base)).launch(call, min(blocks, 1 << 20), _DECODE_THREADS)
+        compiler.kernel("decode", _index(base)).launch(call, min(count, _MOST_BLOCKS), _DECODE_THREADS)
     return values
 
 
@@ -152,7 +151,7 @@ def _launch_plan(
     index: int, rows: int, units: int, extra: int, columns: int, dynamic: bool, choices: tuple[tuple[str, int], ...]
 ) -> tuple[compiler.Kernel, Plan]:
     kernel = compiler.kernel(
-        "matvec_kernel",
+        "matvec",
         index,
         OTARO_EXTRA=-1 if dynamic else extra,
         OTARO_COLUMNS=columns,

@@ -28,7 +28,7 @@ from otaro.errors import OtaroError
 CAPABILITY = (9, 0)
 """The first GPUs with copies of blocks of bytes and with clusters."""
 CACHE_VARIABLE = "OTARO_CACHE"
-SOURCES = ("machine.cuh", "kernels.cu")
+HEADERS = ("machine.cuh", "planes.cuh")
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER, _OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
 _DEFAULT_SHARED = 48 * 1024
@@ -114,28 +114,29 @@ class Kernel:
 
 
 def kernel(name: str, index: int, **definitions: int) -> Kernel:
-    """A kernel of the source, compiled with definitions for a device."""
+    """The kernel of the file of that name, compiled with definitions for a device."""
     return _kernel(name, index, tuple(sorted(definitions.items())))
 
 
 @functools.cache
 def _kernel(name: str, index: int, definitions: tuple[tuple[str, int], ...]) -> Kernel:
     major, minor = torch.cuda.get_device_capability(index)
-    cubin = compiled(f"sm_{major}{minor}", definitions)
+    cubin = compiled(name, f"sm_{major}{minor}", definitions)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with _current(index):
         _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
-        _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, f"{name}_kernel".encode()))
     return Kernel(function, index)
 
 
 @functools.cache
-def source() -> str:
-    return "\n".join((Path(__file__).parent / name).read_text() for name in SOURCES)
+def source(name: str) -> str:
+    """All that is compiled for a kernel."""
+    return "\n".join((Path(__file__).parent / file).read_text("utf-8") for file in (*HEADERS, f"{name}.cu"))
 
 
-def compiled(architecture: str, definitions: tuple[tuple[str, int], ...]) -> bytes:
-    """The machine code of the source for an architecture such as sm_90, from the cache or made now."""
+def compiled(name: str, architecture: str, definitions: tuple[tuple[str, int], ...]) -> bytes:
+    """The machine code of a kernel for an architecture such as sm_90, from the cache or made now."""
     nvrtc = _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -144,11 +145,11 @@ def compiled(architecture: str, definitions: tuple[tuple[str, int], ...]) -> byt
         "--std=c++17",
         *(f"-D{name}={value}" for name, value in definitions),
     ]
-    described = "\0".join((source(), *options, f"{major.value}.{minor.value}"))
+    described = "\0".join((source(name), *options, f"{major.value}.{minor.value}"))
     path = cache_folder() / f"{hashlib.sha256(described.encode()).hexdigest()}.cubin"
     with contextlib.suppress(OSError):
         return path.read_bytes()
-    cubin = _compile(nvrtc, options)
+    cubin = _compile(nvrtc, source(name), options)
     # A folder that cannot be written to costs time at the next start, nothing else.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,10 +171,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "otaro" / "kernels"
 
 
-def _compile(nvrtc: ctypes.CDLL, options: list[str]) -> bytes:
+def _compile(nvrtc: ctypes.CDLL, text: str, options: list[str]) -> bytes:
     program = ctypes.c_void_p()
-    text = source().encode()
-    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"otaro.cu", 0, None, None):
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"otaro.cu", 0, None, None):
         raise OtaroError("NVRTC cannot be used: reinstall torch, or set OTARO_BACKEND=reference")
     try:
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

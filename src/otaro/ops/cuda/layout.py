@@ -4,7 +4,7 @@
     bits    [tiles, units, 512] each                                                  units = columns / 256, rounded up
     scale   [tiles, units, 64]
 
-`kernels.cu` says where in a unit each weight lies. Rows of all leading dimensions are one matrix here. What fills the
+`planes.cuh` says where in a unit each weight lies. Rows of all leading dimensions are one matrix here. What fills the
 last tile and unit has scale 0 and counts for nothing. Groups of 128 and 256 have their scale repeated for every 64
 columns. Plain torch on any device; :func:`to_planes` is the exact inverse.
 """

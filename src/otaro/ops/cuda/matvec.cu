@@ -1,21 +1,12 @@
-// Products with SEFP weights of the nested scheme, and their values, from planes in fragment order.
+// Products with SEFP weights of the nested scheme, at a batch of 1 … 16.
 //
-// The weights are the A operand of the tensor cores' 16 × 16 × 8 product, so that a batch of 1 … 8 costs the same. A
-// *unit* is 16 rows × 256 columns; for one unit lane l of a warp holds of rows l/4 and l/4 + 8 the columns
-//
-//     64·g + 16·s + 4·(l%4) + 2·i + e        g = 0 … 3 the group, s = 0 … 3 the step, i = 0, 1 the pair, e = 0, 1
-//
-// which is 128 weights: 4 × 16 bytes of base (g), 16 bytes of each further plane, and 2 × 4 bytes of scale for a row
-// pair. Fields never move one by one. A code's four base bits lie in word s of the base at bit
-//
-//     6 - 4·i + 8·h + 16·e   (mod 32, h = 1 for the lower row)
-//
-// and its bit of a further plane in word g at bit 6 - 4·i + s + 8·h + 16·e. So one mask takes two neighbouring columns
-// of the upper row out of a word, where they stand inside the mantissas of two half floats; rotated by 8 the same mask
-// takes those of the lower row. With an exponent put above it, a field v of weight 2^w at bit p of the mantissa is the
-// half float 2^(10-p+w) + 2^w·v. The tensor cores add up all fields of a code; the powers of two and the format's bias
-// are the same for every row, so they are one sum over x that each accumulator starts from. Narrow fields are merged
-// first where that is cheaper: two planes to fields of two bits, four planes to a second nibble.
+// The weights are the A operand of the tensor cores' 16 × 16 × 8 product, so that a batch of 1 … 8 costs the same.
+// Fields never move one by one: one mask takes two neighbouring columns of the upper row out of a word, where they stand
+// inside the mantissas of two half floats; rotated by 8 the same mask takes those of the lower row. With an exponent put
+// above it, a field v of weight 2^w at bit p of the mantissa is the half float 2^(10-p+w) + 2^w·v. The tensor cores add
+// up all fields of a code; the powers of two and the format's bias are the same for every row, so they are one sum over
+// x that each accumulator starts from. Narrow fields are merged first where that is cheaper: two planes to fields of
+// two bits, four planes to a second nibble.
 //
 // Operations on integers per weight, loads and products aside: 0.63 at E5M3, 1.16, 1.31, 1.84, 1.75, 2.28 at E5M8.
 //
@@ -24,13 +15,7 @@
 // through shared memory, over the blocks of a cluster (which divide the columns) through theirs, always in the same
 // order: equal calls give equal bits.
 
-constexpr int UNIT_BASE = 2048, UNIT_BITS = 512, UNIT_SCALE = 64; // bytes of a unit: 16 rows × 256 columns
-constexpr int MOST_EXTRA = 5, MOST_STAGES = 16, BARRIER_BYTES = 128, HEAD_BYTES = 256;
-
-struct Planes {
-    const u8 *base, *bits[MOST_EXTRA], *scale;
-    int rows, columns, units; // units side by side: columns / 256, rounded up
-};
+constexpr int MOST_STAGES = 16, BARRIER_BYTES = 128, HEAD_BYTES = 256;
 
 struct Matvec {
     Planes planes;
@@ -42,16 +27,8 @@ struct Matvec {
     int share, rest;                                 // tiles of a cluster, and how many clusters have one more
 };
 
-DEVICE int smaller(int a, int b) { return a < b ? a : b; }
-constexpr DEVICE float power_of_two(int exponent) { return exponent < 0 ? 1.0f / (1 << -exponent) : 1 << exponent; }
-constexpr DEVICE float format_bias(int mantissa) { return 0.5f - 8.5f * (1 << (mantissa - 3)); }
-
 // Two half floats 2^exponent, into whose mantissas fields are put.
 constexpr DEVICE u32 magic(int exponent) { return (u32)((exponent + 15) << 10) * 0x10001u; }
-
-// Which bit of a plane's word a pair's first field is at, and where a merged field of two bits begins.
-constexpr DEVICE int single_place(int step, int pair) { return 6 - 4 * pair + step; }
-constexpr DEVICE int double_place(int step, int pair) { return 6 - 4 * pair + (step & 2); }
 
 // The sum of the powers of two that stand above the fields of one column.
 template <int EXTRA> constexpr DEVICE float column_offset(int step, int pair) {
@@ -427,82 +404,7 @@ template <int COLUMNS> DEVICE void matvec_any(const Matvec& call) {
     }
 }
 
-#ifndef OTARO_COLUMNS
-// Two neighbouring codes of a row, in the halves of a word.
-template <typename Words> DEVICE u32 two_codes(u32 base, const Words& bits, int extra, int step, int pair, int lower) {
-    u32 codes = rotate_right(base, 6 - 4 * pair + 8 * lower) & 0x000F000Fu;
-    UNROLL
-    for (int b = 0; b < MOST_EXTRA; b++)
-        if (b < extra) codes = codes << 1 | (rotate_right(bits[b], single_place(step, pair) + 8 * lower) & 0x00010001u);
-    return codes;
-}
-
-enum Kind { HALF, BFLOAT, FLOAT };
-
-struct Decode {
-    Planes planes;
-    const long long* ids; // the rows asked for, or none: all of them
-    void* values;         // [count, columns]
-    long long count;
-    int extra, kind;
-};
-
-// Values of rows: each thread takes four neighbouring columns. Rows outside of the matrix become NaN.
-KERNEL decode_rows(PARAMETER Decode call) {
-    const int columns = call.planes.columns, quads = (columns + 3) / 4;
-    const long long total = call.count * quads;
-    for (long long item = (long long)block_index() * block_threads() + thread_index(); item < total;
-         item += (long long)grid_blocks() * block_threads()) {
-        long long place = item / quads;
-        int column = (int)(item % quads) * 4;
-        long long row = call.ids == nullptr ? place : load_global(call.ids + place);
-        float value[4];
-        if (row < 0 || row >= call.planes.rows) {
-            UNROLL
-            for (int j = 0; j < 4; j++) value[j] = float_of_bits(0x7FC00000u);
-        } else {
-            int g = (column >> 6) & 3, s = (column >> 4) & 3, lane = (int)(row & 7) * 4 + ((column >> 2) & 3);
-            int lower = (int)(row >> 3) & 1;
-            long long unit = (row >> 4) * call.planes.units + (column >> 8);
-            u32 base = load_global((const u32*)(call.planes.base + unit * UNIT_BASE) + g * 128 + lane * 4 + s);
-            u32 bits[MOST_EXTRA];
-            UNROLL
-            for (int b = 0; b < MOST_EXTRA; b++)
-                if (b < call.extra)
-                    bits[b] = load_global((const u32*)(call.planes.bits[b] + unit * UNIT_BITS) + lane * 4 + g);
-            u32 byte = load_global(call.planes.scale + unit * UNIT_SCALE + (row & 7) * 8 + g * 2 + lower);
-            float step = float_of_half(byte << 8) * float_of_bits((u32)(125 - call.extra) << 23);
-            float bias = format_bias(call.extra + 3);
-            UNROLL
-            for (int pair = 0; pair < 2; pair++) {
-                u32 codes = two_codes(base, bits, call.extra, s, pair, lower);
-                value[2 * pair] = multiply((float)(int)(codes & 0xFFFF) + bias, step);
-                value[2 * pair + 1] = multiply((float)(int)(codes >> 16) + bias, step);
-            }
-        }
-        long long at = place * columns + column;
-        u32 words[2] = {0, 0};
-        UNROLL
-        for (int j = 0; j < 2; j++)
-            words[j] = call.kind == HALF ? halves_of_floats(value[2 * j], value[2 * j + 1])
-                                         : bfloats_of_floats(value[2 * j], value[2 * j + 1]);
-        if (call.kind != FLOAT && (columns & 3) == 0) {
-            uint2 stored = {words[0], words[1]};
-            store_global((uint2*)((u16*)call.values + at), stored);
-            continue;
-        }
-        UNROLL
-        for (int j = 0; j < 4; j++)
-            if (column + j < columns) {
-                if (call.kind == FLOAT)
-                    store_global((float*)call.values + at + j, value[j]);
-                else
-                    store_global((u16*)call.values + at + j, (u16)(words[j >> 1] >> (16 * (j & 1))));
-            }
-    }
-}
-
-#else
+#ifdef OTARO_COLUMNS
 KERNEL __launch_bounds__(OTARO_THREADS, 1) matvec_kernel(PARAMETER Matvec call) {
 #    if OTARO_EXTRA >= 0
     matvec<OTARO_EXTRA, OTARO_COLUMNS>(call);
