@@ -40,7 +40,7 @@ def emulated(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     install(library, monkeypatch)
     yield
     monkeypatch.undo()
-    for cache in (cuda._launch_plan, cuda._divides, ops._arranges):
+    for cache in (cuda._launch_plan, cuda._has_plan, ops._arranges):
         cache.cache_clear()
 
 
@@ -262,6 +262,20 @@ def test_layers_compute_from_fragments_and_are_saved_as_planes() -> None:
     assert not layer.arranged
     assert torch.equal(layer.planes.base, planes.base)
     assert layer.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("emulated")
+def test_layers_are_whole_in_a_compiled_graph() -> None:
+    planes, _ = packed(40, 130)
+    layer = sefp_nn.SefpLinear((40, 130), FORMAT, WIDEST, dtype=torch.float16)
+    layer.load(planes)
+    layer.arrange()
+    x = torch.randn(2, 130, generator=torch.Generator().manual_seed(8)).half()
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), layer(x))
+        layer.precision = WIDEST
+        assert torch.equal(compiled(x), layer(x))
 
 
 @pytest.mark.usefixtures("emulated")

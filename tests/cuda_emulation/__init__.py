@@ -91,7 +91,7 @@ def install(library: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
     def kernel(name: str, index: int, **definitions: int) -> EmulatedKernel:
         return EmulatedKernel(library, name, definitions.get("OTARO_EXTRA", 0), definitions.get("OTARO_COLUMNS", 0))
 
-    for cache in (cuda._launch_plan, cuda._divides, ops._arranges):
+    for cache in (cuda._launch_plan, cuda._has_plan, ops._arranges):
         cache.cache_clear()
     patch.setattr(cuda.compiler, "kernel", kernel)
     patch.setattr(cuda, "device_limits", lambda index: LIMITS)

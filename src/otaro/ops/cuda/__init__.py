@@ -72,11 +72,17 @@ def _multiplies(x: Tensor, fragments: Fragments, precision: Precision) -> bool:
     if not 0 < batch <= MOST_BATCH or x.dtype not in (torch.float16, torch.bfloat16):
         return False
     extra = precision.mantissa - NARROWEST.mantissa
-    return _divides(_index(fragments.base), *fragments.base.shape[:2], extra, calls.kernel_columns(batch))
+    divides: bool = _divides(_index(fragments.base), *fragments.base.shape[:2], extra, calls.kernel_columns(batch))
+    return divides
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _divides(index: int, tiles: int, units: int, extra: int, columns: int) -> bool:
+    return _has_plan(index, tiles, units, extra, columns)
 
 
 @functools.cache
-def _divides(index: int, tiles: int, units: int, extra: int, columns: int) -> bool:
+def _has_plan(index: int, tiles: int, units: int, extra: int, columns: int) -> bool:
     return calls.plan(ROWS * tiles, units, extra, columns, device_limits(index)) is not None
 
 
