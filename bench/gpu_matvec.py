@@ -262,7 +262,8 @@ def main() -> None:
     device = torch.device("cuda", 0)
     if (reason := compiler.available(device)) is not None:
         raise SystemExit(f"the CUDA kernels cannot run here: {reason}")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = os.environ.get("OTARO_COMMIT") or git.stdout.strip()
     report: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(device),
         "torch": torch.__version__,

@@ -20,17 +20,19 @@ from otaro.precision import NARROWEST, WIDEST
 MOST_EXTRA = WIDEST.mantissa - NARROWEST.mantissa
 MOST_BATCH = 16
 """The largest batch that one product takes."""
-_SPLITS = (1, 2, 4, 8)
+_SPLITS = (1, 2, 4, 7, 8)
 MOST_SPLIT = _SPLITS[-1]
 """Blocks in a cluster that every GPU with clusters can hold."""
 _UNIT_BYTES, _BIT_BYTES, _SCALE_BYTES = 2048, 512, 64
 _HEAD_BYTES, _MOST_STAGES = 256, 16
 _RESERVED = 1024
 """Bytes of shared memory that the system keeps of every block's."""
-_STAGE_BYTES = 40 * 1024
-"""At most what is copied at a time: large copies reach the memory's full speed."""
-_LEAST_STEPS = 4
+_STAGE_BYTES = 88 * 1024
+"""At most what is copied at a time: warps wait for each other after every stage, so few large ones are quicker."""
+_LEAST_STEPS = 2
 """Steps of a block that has enough tiles, so that it computes while it copies."""
+_CLUSTER_WARPS = 8
+"""Warps of a block where columns are divided: two such blocks share a multiprocessor, one computes while one waits."""
 
 
 class CPlanes(ctypes.Structure):
@@ -146,9 +148,9 @@ def plan(
     columns = kernel_columns(batch)
     limit = most_warps(columns)
     if split is None:
-        # As few blocks in a cluster as the registers allow, but enough to keep every multiprocessor busy.
-        split = next((split for split in _SPLITS if -(-units // split) <= limit), MOST_SPLIT)
-        while split * 2 <= min(MOST_SPLIT, units) and _tiles(rows) * split * 2 <= device.processors:
+        # One block where the registers allow it, unless most multiprocessors would be left without work.
+        split = 1 if units <= limit else next((s for s in _SPLITS if -(-units // s) <= _CLUSTER_WARPS), MOST_SPLIT)
+        while split * 2 <= min(MOST_SPLIT, units) and _tiles(rows) * split * 4 <= device.processors:
             split *= 2
     warps = -(-units // split)
     if warps > limit or split > MOST_SPLIT:
