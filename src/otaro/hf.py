@@ -282,7 +282,7 @@ def load(
 
     from otaro.quiet import quiet
 
-    path = _local(folder, precision)
+    path = local(folder, precision)
     packed = PackedFolder(path)
     packed.check_available(min(packed.declared) if precision is None else Precision(precision))
     device = torch.device(device or "cpu")
@@ -302,7 +302,7 @@ def load(
     return model.eval()
 
 
-def _local(folder: str | Path, precision: Precision | str | None) -> Path:
+def local(folder: str | Path, precision: Precision | str | None) -> Path:
     """The folder itself, or a download of what a width needs from the hub."""
     from otaro.sources import HUB_NAME
     from otaro.sources.folder import EXTRAS, HUB_IGNORED
