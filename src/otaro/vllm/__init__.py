@@ -5,9 +5,9 @@
     loader.py    opens the folder, gives layers their planes, reads the files of the width and no others
     route.py     GET and POST /v1/precision for `vllm serve`
 
-vLLM calls :func:`register` in each of its processes (entry point ``vllm.general_plugins``). Importing this package imports
-neither vLLM nor torch. The width of a running engine is changed by :func:`set_precision` and its twin for the server,
-which also forget what the engine kept of earlier texts: keys and values computed at one width must not serve another.
+vLLM calls :func:`register` in each of its processes (entry point ``vllm.general_plugins``). Importing this package
+imports neither vLLM nor torch. The width of a running engine is changed by :func:`set_precision` and its twin for the
+server, which also forget what the engine kept of earlier texts: keys and values of one width must not serve another.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
 A layer of vLLM asks its quantisation for a method, which makes the layer's parameters and computes with them. Here the
 parameters are the planes, cut and stacked by vLLM's own loaders. All layers of a model share one number, the mantissa
-bits of the width in use, as a tensor on the CPU. It is an input of the ops below and is read inside of them: torch.compile
-cannot see into the ops, so nothing that it makes depends on the width, and a change holds from the next step on.
+bits of the width in use, as a tensor on the CPU. It is an input of the ops below and is read inside of them: since
+torch.compile cannot see into them, nothing it makes depends on the width, and a change holds from the next step on.
 
-On a CPU few rows are multiplied by the native core, straight from the planes; many rows, and any rows on a GPU, by torch
-with the values of this one weight, which are gone after the product.
+On a CPU few rows are multiplied by the native core, straight from the planes; many rows, and any rows on a GPU, by
+torch with the values of this one weight, which are gone after the product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from otaro.sefp import Format
 from otaro.vllm.weights import available, check_columns, check_loaded, columns_of, rows_of, shapes_stored
 
 WIDTH = "sefp_width"
-ACTIVATIONS = {
+ACTIVATIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     MoEActivation.SILU: functional.silu,
     MoEActivation.GELU: functional.gelu,
     MoEActivation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
@@ -78,7 +79,7 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
     def from_config(cls, config: dict[str, Any]) -> PackedConfig:
         return cls(read_layout(config, "config.json"))
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> PackedMethod | PackedExpertsMethod | None:
+    def get_quant_method(self, layer: Any, prefix: str) -> PackedMethod | PackedExpertsMethod | None:
         if isinstance(layer, RoutedExperts):
             return PackedExpertsMethod(layer.moe_config, self)
         if isinstance(layer, LinearBase | VocabParallelEmbedding):
@@ -94,7 +95,7 @@ class PackedMethod(LinearMethodBase):  # type: ignore[misc]
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -107,25 +108,24 @@ class PackedMethod(LinearMethodBase):  # type: ignore[misc]
         floor = self.config.layout.embedding_floor if isinstance(layer, VocabParallelEmbedding) else NARROWEST
         stored = format.stored(max(self.config.loaded, floor))
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        layer.sefp_planes = _add_planes(
-            layer, "", shape, format, stored, {"input_dim": 1, "output_dim": 0, **attributes}
-        )
+        attributes |= {"input_dim": 1, "output_dim": 0}
+        layer.sefp_planes = _add_planes(layer, "", shape, format, stored, attributes)
         layer.sefp_floor = floor.mantissa
         layer.register_buffer(WIDTH, self.config.width, persistent=False)
 
-    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         for name in layer.sefp_planes:
             delattr(layer, name)
         layer.__dict__["sefp_tied_to"] = embed_tokens  # not a submodule: it has its own place in the model
         return layer
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         format = self.config.layout.format
         return torch.ops.vllm.otaro_linear(
             x, _planes(layer), bias, layer.sefp_width, layer.sefp_floor, format.scheme, format.group_size
         )
 
-    def embedding(self, layer: nn.Module, ids: Tensor) -> Tensor:
+    def embedding(self, layer: Any, ids: Tensor) -> Tensor:
         format = self.config.layout.format
         return torch.ops.vllm.otaro_embedding(
             ids,
@@ -148,7 +148,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -164,7 +164,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         layer.sefp_down = _add_planes(layer, "w2_", down, format, stored, {})
         layer.register_buffer(WIDTH, self.config.width, persistent=False)
 
-    def _check(self, layer: nn.Module) -> None:
+    def _check(self, layer: Any) -> None:
         parallel = self.moe.moe_parallel_config
         unsupported = {
             "expert parallelism": parallel.use_ep or parallel.enable_eplb,
@@ -179,7 +179,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if used:
                 raise OtaroError(f"{layer.layer_name}: packed experts do not work with {what}")
 
-    def load(self, layer: nn.Module, name: str, planes: Planes) -> set[str]:
+    def load(self, layer: Any, name: str, planes: Planes) -> set[str]:
         """Take this process's part of a stack of experts; returns the names of the parameters."""
         rank, ranks = self.moe.tp_rank, self.moe.tp_size
         up = name == "gate_up_proj"
@@ -193,12 +193,12 @@ class PackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             loaded.add(own)
         return loaded
 
-    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
         return None
 
     def apply(
         self,
-        layer: nn.Module,
+        layer: Any,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
@@ -230,9 +230,7 @@ def worker_precision(worker: Any, precision: str | None = None) -> dict[str, Any
     if precision is not None:
         check_loaded(Precision(precision), format, config.loaded)
         if not current_platform.is_cpu() and not worker.vllm_config.model_config.enforce_eager:
-            raise OtaroError(
-                "a CUDA graph keeps the width it was recorded at: start vLLM with --enforce-eager to switch"
-            )
+            raise OtaroError("CUDA graphs keep the width they were recorded at: start vLLM with --enforce-eager")
         for other in configs.values():
             other.width.fill_(Precision(precision).mantissa)
     return {
@@ -248,7 +246,7 @@ def _config(module: nn.Module) -> PackedConfig | None:
 
 
 def _add_planes(
-    layer: nn.Module,
+    layer: Any,
     prefix: str,
     shape: tuple[int, ...],
     format: Format,
@@ -265,7 +263,7 @@ def _add_planes(
     return names
 
 
-def _planes(layer: nn.Module) -> list[Tensor]:
+def _planes(layer: Any) -> list[Tensor]:
     owner = layer.__dict__.get("sefp_tied_to", layer)
     return [getattr(owner, name) for name in owner.sefp_planes]
 

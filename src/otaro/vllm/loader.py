@@ -1,9 +1,9 @@
 """Reading a packed folder into a model of vLLM.
 
-The loader opens the folder, tells the layers the width before they are built, and hands vLLM's own loaders the planes of
-that width's files. In between it settles what vLLM and the folder see differently: which layers are packed (vLLM leaves
-some embeddings unquantised that are packed, and offers planes to routers that are not), and what tensors are called
-(packed folders have the names of transformers' models, vLLM expects those of the checkpoints they were made from).
+The loader opens the folder, tells the layers the width before they are built, and hands vLLM's own loaders the planes
+of that width's files. In between it settles what vLLM and the folder see differently: which layers are packed (vLLM
+leaves some embeddings unquantised that are packed, and offers planes to routers that are not), and what tensors are
+called (packed folders have the names of transformers' models, vLLM expects those of the original checkpoints).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PackedLoader(BaseModelLoader):  # type: ignore[misc]
         self._routes = settle(model, folder, config, model_config.hf_config.model_type)
         return model
 
-    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+    def load_weights(self, model: Any, model_config: Any) -> None:
         folder = self._open(model_config)
         precision = next(
             method.config.loaded

@@ -1,7 +1,7 @@
 """GET and POST /v1/precision: the width of a running `vllm serve`.
 
-An endpoint plugin of vLLM, which loads it where the environment names it: ``VLLM_PLUGINS=otaro``. Under /v1 it is guarded
-by the server's API key like the other routes.
+An endpoint plugin of vLLM, which loads it where the environment names it: ``VLLM_PLUGINS=otaro``. Under /v1 it is
+guarded by the server's API key like the other routes.
 """
 
 from __future__ import annotations

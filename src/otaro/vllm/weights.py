@@ -32,8 +32,8 @@ def check_columns(columns: int, whole: int, format: Format, layer: str) -> None:
     """An error if a part of the columns does not end with a group."""
     if columns != whole and columns % format.group_size:
         raise FormatError(
-            f"{layer} cannot be split over {whole // columns} processes: each would hold {columns} of its {whole} columns, "
-            f"and a group has {format.group_size}; choose another tensor parallel size"
+            f"{layer} cannot be split over {whole // columns} processes: each would hold {columns} of {whole} columns, "
+            f"which is not a multiple of the group of {format.group_size}; choose another tensor parallel size"
         )
 
 
@@ -85,9 +85,7 @@ def routed(
     """The tensors of a width's files, as (route, name, tensor); the planes of experts come together."""
     for entry, value in folder.tensors(precision):
         route = routes[entry.name]
-        if isinstance(value, Tensor):
-            yield route, route.name, value
-        elif route.form == "experts":
+        if isinstance(value, Tensor) or route.form == "experts":
             yield route, route.name, value
         elif route.form == "planes":
             for plane, tensor in value.named().items():
