@@ -142,7 +142,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 199,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 512,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -168,7 +168,7 @@ def packed(name: str, folder: Path) -> Path:
 def engine(folder: Path, **options: Any) -> Iterator[Any]:
     from vllm import LLM
 
-    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8, "seed": 0}
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8, "seed": 0}
     llm = LLM(str(folder), skip_tokenizer_init=True, **{**settings, **options})
     try:
         yield llm
@@ -201,15 +201,16 @@ def assert_same(llm: Any, folder: Path, precision: str, prompts: list[list[int]]
 
 @needs_vllm
 @pytest.mark.slow
-def test_smollm2_gives_the_tokens_of_otaro_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 3])  # of its nine heads two processes cannot have the same number
+def test_smollm2_gives_the_tokens_of_otaro_load(processes: int, tmp_path: Path) -> None:
     folder = tmp_path / "smollm2"
     otaro.pack("smollm2", folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = "The capital of France is|Water boils at|def fibonacci(n):\n|" + "One, two, three, four. " * 24
     prompts = [tokenizer(prompt).input_ids for prompt in text.split("|")]
-    with engine(folder) as llm:
-        (described,) = llm.collective_rpc(otaro.vllm.WORKER_METHOD)
-        assert described["weight_bytes"] == pytest.approx(otaro.inspect(folder).size(Precision.E5M8), rel=0.05)
+    with engine(folder, tensor_parallel_size=processes) as llm:
+        held = sum(answer["weight_bytes"] for answer in llm.collective_rpc(otaro.vllm.WORKER_METHOD))
+        assert held == pytest.approx(otaro.inspect(folder).size(Precision.E5M8), rel=0.05)
         for precision in ("E5M8", "E5M3"):
             otaro.vllm.set_precision(llm, precision)
             assert_same(llm, folder, precision, prompts, 64)
