@@ -302,8 +302,8 @@ def load(
     return model.eval()
 
 
-def local(folder: str | Path, precision: Precision | str | None) -> Path:
-    """The folder itself, or a download of what a width needs from the hub."""
+def local(folder: str | Path, precision: Precision | str | None, *, revision: str | None = None, **place: Any) -> Path:
+    """The folder itself, or a download of what a width needs from the hub; `place` may hold a cache_dir."""
     from otaro.sources import HUB_NAME
     from otaro.sources.folder import EXTRAS, HUB_IGNORED
 
@@ -311,11 +311,11 @@ def local(folder: str | Path, precision: Precision | str | None) -> Path:
     if path.exists() or not isinstance(folder, str) or HUB_NAME.fullmatch(folder) is None:
         return path
     # The config says which files the width needs; the rest is fetched at the commit it came from.
-    path = _fetch(folder, ["config.json", *EXTRAS], ignore_patterns=HUB_IGNORED)
+    path = _fetch(folder, ["config.json", *EXTRAS], ignore_patterns=HUB_IGNORED, revision=revision, **place)
     packed = PackedFolder(path)
     widest = packed.declared[0] if precision is None else Precision(precision)
     packed.check_declared(widest)
-    return _fetch(folder, _weight_files(packed, widest), revision=path.name)
+    return _fetch(folder, _weight_files(packed, widest), revision=path.name, **place)
 
 
 def _weight_files(packed: PackedFolder, precision: Precision) -> list[str]:

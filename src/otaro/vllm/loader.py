@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from otaro import hf
 from otaro.checkpoint import PackedFolder
-from otaro.checkpoint.layout import Entry
+from otaro.checkpoint.layout import QUANT_METHOD, Entry
 from otaro.errors import OtaroError
 from otaro.packing import Planes
 from otaro.vllm.layers import PackedConfig, PackedExpertsMethod, PackedMethod
@@ -43,6 +44,9 @@ class PackedLoader(BaseModelLoader):  # type: ignore[misc]
         if not isinstance(config, PackedConfig):
             raise OtaroError(f"{model_config.model} is not a packed model: leave out the load format")
         config.load(chosen_precision(folder, self.load_config.model_loader_extra_config))
+        # vLLM keeps compiled graphs by a hash of its settings, which must tell apart layers with more and fewer planes.
+        if isinstance(vllm_config.additional_config, dict):
+            vllm_config.additional_config[QUANT_METHOD] = str(config.loaded)
         model = super().create_model(vllm_config, model_config, prefix)
         self._routes = settle(model, folder, config, model_config.hf_config.model_type)
         return model
@@ -73,8 +77,9 @@ class PackedLoader(BaseModelLoader):  # type: ignore[misc]
                 raise OtaroError(f"{folder.path} lacks the tensor {missing[0]} that its config speaks of")
 
     def _open(self, model_config: Any) -> PackedFolder:
-        extra = self.load_config.model_loader_extra_config
-        return PackedFolder(hf.local(model_config.model, extra.get("precision")))
+        precision = self.load_config.model_loader_extra_config.get("precision")
+        place = {"revision": model_config.revision, "cache_dir": self.load_config.download_dir}
+        return PackedFolder(hf.local(model_config.model, precision, **place))
 
 
 def settle(model: nn.Module, folder: PackedFolder, config: PackedConfig, model_type: str) -> dict[str, Route]:
@@ -86,7 +91,7 @@ def settle(model: nn.Module, folder: PackedFolder, config: PackedConfig, model_t
         if not isinstance(layer, LinearBase | VocabParallelEmbedding) or "sefp_tied_to" in layer.__dict__:
             continue
         if path in packed and not isinstance(layer.quant_method, PackedMethod):
-            if type(layer.quant_method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            if not isinstance(layer, GateLinear):  # its kernels want floats
                 _replace(layer, PackedMethod(config))
         elif path not in packed and isinstance(layer.quant_method, PackedMethod):
             plain = UnquantizedEmbeddingMethod if isinstance(layer, VocabParallelEmbedding) else UnquantizedLinearMethod
@@ -139,6 +144,8 @@ class _Names:
         self.mapper = getattr(model, "hf_to_vllm_mapper", None)
         self.merged = {part: whole for whole, parts in config.packed_modules_mapping.items() for part in parts}
         self.experts = _experts(model)
+        self.missing = [path for path, module in self.modules.items() if isinstance(module, PPMissingLayer)]
+        """Layers that another stage of a pipeline has."""
         conversions = get_checkpoint_conversion_mapping(model_type) or []
         self.renamings = [entry.reverse_transform() for entry in conversions if type(entry) is WeightRenaming]
 
@@ -150,6 +157,8 @@ class _Names:
             owner = f"{name}{suffix}".rpartition(".")[0]
             if self.layer(owner) in self.modules:
                 return Route(name, "as it is" if entry.floor is None else "planes")
+            if any(self.layer(owner).startswith(f"{path}.") for path in self.missing):
+                return Route(name, "elsewhere")
         raise OtaroError(f"vLLM's model has no place for {entry.name}: this architecture is not supported")
 
     def layer(self, name: str) -> str:

@@ -76,7 +76,7 @@ class Route:
     """Where a tensor of the folder goes: the name that vLLM's loaders know it by, and in which form."""
 
     name: str
-    form: Literal["as it is", "planes", "experts", "values"]
+    form: Literal["as it is", "planes", "experts", "values", "elsewhere"]
 
 
 def routed(
@@ -85,6 +85,8 @@ def routed(
     """The tensors of a width's files, as (route, name, tensor); the planes of experts come together."""
     for entry, value in folder.tensors(precision):
         route = routes[entry.name]
+        if route.form == "elsewhere":
+            continue
         if isinstance(value, Tensor) or route.form == "experts":
             yield route, route.name, value
         elif route.form == "planes":
