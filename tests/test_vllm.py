@@ -18,6 +18,7 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,10 @@ CONFIGS: dict[str, Any] = {
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **SIZES, head_dim=32, num_experts=4, moe_intermediate_size=128, num_experts_per_tok=2
     ),
+    "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=32),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=128, n_layer=2, n_head=4, n_positions=512, vocab_size=199, bos_token_id=None, eos_token_id=None
+    ),
     "uneven": lambda: transformers.LlamaConfig(**{**SIZES, "intermediate_size": 192}),
 }
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7, 1, 8, 2, 8], [(7 * index) % 199 for index in range(140)]]
@@ -244,6 +249,18 @@ def test_processes_share_a_model_and_change_their_width(name: str, split: dict[s
 
 @needs_vllm
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma", "gpt2"])
+def test_other_architectures(name: str, tmp_path: Path) -> None:
+    folder = packed(name, tmp_path)
+    # GPT-2's table of positions is no layer of vLLM: it keeps the values of E5M4, which is also its floor.
+    with engine(folder, model_loader_extra_config={"precision": "E5M4"}) as llm:
+        for precision in ("E5M4", "E5M3"):
+            otaro.vllm.set_precision(llm, precision)
+            assert_same(llm, folder, precision)
+
+
+@needs_vllm
+@pytest.mark.slow
 def test_a_compiled_model_changes_its_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     folder = packed("qwen3-moe", tmp_path)
@@ -294,7 +311,7 @@ def test_a_server_changes_its_width_over_http(packed_llama: Path, tmp_path: Path
             "--host",
             "127.0.0.1",
         ),
-        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--skip-tokenizer-init"),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--skip-tokenizer-init"),
         *("--model-loader-extra-config", '{"precision": "E5M6"}', "--served-model-name", "tiny"),
     ]
     server = subprocess.Popen(command, env={**os.environ, "VLLM_PLUGINS": "otaro"})
@@ -306,13 +323,23 @@ def test_a_server_changes_its_width_over_http(packed_llama: Path, tmp_path: Path
             assert server.poll() is None
             time.sleep(1)
         assert ask(port, "/v1/precision")[1]["precision"] == "E5M6"
+
+        def complete(count: int) -> list[int]:
+            body = {"model": "tiny", "prompt": PROMPTS[2], "max_tokens": count, "temperature": 0, "ignore_eos": True}
+            status, answer = ask(port, "/v1/completions", {**body, "return_token_ids": True, "detokenize": False})
+            assert status == 200, answer
+            return answer["choices"][0]["token_ids"]
+
         for precision in ("E5M6", "E5M3"):
             status, answer = ask(port, "/v1/precision", {"precision": precision})
             assert (status, answer["precision"]) == (200, precision)
-            body = {"model": "tiny", "prompt": PROMPTS[2], "max_tokens": 16, "temperature": 0, "return_token_ids": True}
-            status, answer = ask(port, "/v1/completions", {**body, "ignore_eos": True, "detokenize": False})
-            assert status == 200, answer
-            assert_greedy(otaro.load(folder, precision), PROMPTS[2:], [answer["choices"][0]["token_ids"]], 16)
+            assert_greedy(otaro.load(folder, precision), PROMPTS[2:], [complete(16)], 16)
+        with ThreadPoolExecutor() as pool:  # changes while a text is being written
+            answers = [pool.submit(complete, 300) for _ in range(3)]
+            for precision in ("E5M5", "E5M4", "E5M6"):
+                assert ask(port, "/v1/precision", {"precision": precision})[0] == 200
+            assert [len(answer.result()) for answer in answers] == [300] * 3
+        assert_greedy(otaro.load(folder, "E5M6"), PROMPTS[2:], [complete(16)], 16)
         for body, said in (({"precision": "E5M8"}, "is not loaded"), ({"precision": "x"}, "unknown"), ({}, "the body")):
             status, answer = ask(port, "/v1/precision", body)
             assert status == 400
