@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 from otaro import ops
 from otaro.engine import native
 from otaro.engine.engine import Engine
-from otaro.engine.native import Arena, Matrix, Model, matrix_size, session_size
+from otaro.engine.native import Arena, Matrix, Model, matrix_size
+from otaro.engine.session import session_size
 from otaro.engine.weights import packed_size
 from otaro.ops import cpu
 from otaro.precision import Precision

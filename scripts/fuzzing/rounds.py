@@ -141,7 +141,7 @@ def run_prompt(engine: Any, chance: random.Random) -> None:
 
 def run_engine(folder: Path, chance: random.Random) -> None:
     from otaro.engine.engine import Engine
-    from otaro.engine.native import Session
+    from otaro.engine.session import Session, Work
     from otaro.errors import OtaroError
     from otaro.ops import cpu
     from otaro.precision import Precision
@@ -154,7 +154,8 @@ def run_engine(folder: Path, chance: random.Random) -> None:
         progressive=chance.random() < 0.1,
     )
     cache = chance.choice((None, None, *Precision))
-    engine._session = Session(engine.weights.model, engine.context, isa=chance.choice(cpu.isas()), cache=cache)
+    engine._session = Session(engine.weights.model, engine.context, cache=cache)
+    engine._work = Work(engine.weights.model, isa=chance.choice(cpu.isas()))
     for _ in range(chance.choice((1, 1, 2, 3))):
         try:
             run_prompt(engine, chance)
