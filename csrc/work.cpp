@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t kRangeBytes = 16384; // of base handed to a thread at a time: long enough to hide handing it out
 constexpr int64_t kSmallWork = 16384;  // floats below which work outside products is not worth sharing
 constexpr int64_t kSmallTask = 2048;   // floats of keys that are worth handing to a thread
+constexpr int64_t kGuesses = 8;        // rows of logits that are taken together: a token and guesses behind it
 constexpr int64_t kMostScores = int64_t{1} << 44; // far beyond any machine, so that no product of sizes overflows
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -78,7 +79,7 @@ Work::Work(const Model& model, int group_size, const EngineKernels& kernels, boo
 int64_t Work::bytes(const Model& model, int group_size, int64_t context, int cache_mantissa, int threads) {
     Work counted(model, group_size, *engine_kernels_ref, true);
     const Cache cache = cache_layout(cache_mantissa, static_cast<int>(model.head_dimension));
-    counted.reserve(threads, score_floats(model, cache, round_up(context, kKeyBlock)), 1);
+    counted.reserve(threads, score_floats(model, cache, round_up(context, kKeyBlock)), kGuesses);
     return counted.bytes();
 }
 
@@ -91,6 +92,7 @@ void Work::reserve(int threads, int64_t scores, int64_t rows) {
         score_count_ = scores;
     }
     while (static_cast<int>(scores_.size()) < threads) scores_.push_back(room<float>(score_count_, reserve_bytes));
+    if (rows > 1) rows = round_up(rows, kGuesses);
     if (rows > logits_rows_) {
         bytes_ -= logits_rows_ * stride_ * static_cast<int64_t>(sizeof(float));
         logits_rows_ = 0;

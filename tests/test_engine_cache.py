@@ -152,7 +152,7 @@ def test_sizes_are_checked_before_memory_is_touched(folder: Path) -> None:
     model = Engine(folder).weights.model
     for mantissa in (-1, 1, 2, 9, 2**30):
         handle = native.ctypes.c_void_p()
-        created = library.otaro_session_create(model.handle, 64, mantissa, 0, native.ctypes.byref(handle))
+        created = library.otaro_session_create(model.handle, 64, mantissa, native.ctypes.byref(handle))
         assert created == argument
         assert handle.value is None
     with pytest.raises(OtaroError, match="not enough memory"):
