@@ -423,11 +423,22 @@ int32_t otaro_sample(const otaro_sampling* sampling, const float* logits, int64_
         }
         const EngineKernels* const kernels = engine_kernels_for(isa);
         if (kernels == nullptr) return OTARO_ERROR_ISA;
-        const Memory<float> row = allocate<float>(padded_vocabulary(vocabulary));
-        std::copy_n(logits, vocabulary, row.get());
+        // Kept for the next call of this thread: taking the memory would cost more than picking.
+        struct Room {
+            int64_t vocabulary;
+            const EngineKernels* kernels;
+            Memory<float> row;
+            Picker picker;
+        };
+        static thread_local std::unique_ptr<Room> room;
+        if (room == nullptr || room->vocabulary != vocabulary || room->kernels != kernels) {
+            room.reset(new Room{vocabulary, kernels, allocate<float>(padded_vocabulary(vocabulary)),
+                                Picker(vocabulary, *kernels)});
+        }
+        std::copy_n(logits, vocabulary, room->row.get());
         const Team team(1); // for the mode of floats
-        return Picker(vocabulary, *kernels)
-            .pick(*sampling, row.get(), history, history_count, position, token, {top, logprobs, top_tokens});
+        return room->picker.pick(*sampling, room->row.get(), history, history_count, position, token,
+                                 {top, logprobs, top_tokens});
     });
 }
 

@@ -1,8 +1,9 @@
 // Picking the next token from logits, see `otaro_sampling`.
 //
-// Nothing is sorted. Weights are floats from 0 to 1, whose bits are ordered as they are, so the place where they are cut
-// off, by their number or by their sum, is found digit by digit in three histograms. All sums are taken in an order of
-// their own, whatever the instruction set, so a token depends on the logits, the settings and the seed alone.
+// Nothing is sorted. What cannot decide is left out first; weights are floats from 0 to 1, whose bits are ordered as they
+// are, so among the rest the place where they are cut off, by their number or by their sum, is found digit by digit in three
+// histograms. All sums are taken in an order of their own, whatever the instruction set, so a token depends on the logits,
+// the settings and the seed alone.
 #pragma once
 
 #include <cstdint>
@@ -43,28 +44,34 @@ class Picker {
              uint64_t position, int32_t* token, const Odds& odds);
 
   private:
-    // Weights above `least` are kept, and those equal to it up to the place `last`.
-    struct Cut {
-        float least;
-        int64_t last;
-    };
     struct Bucket {
         int64_t count;
         double mass;
     };
+    struct Bracket {
+        float low, high;
+        double above;
+    };
 
     int32_t choose(const otaro_sampling& sampling, float* logits, int64_t best, uint64_t position);
     void penalize(float* logits, const int32_t* history, int64_t count, float penalty);
-    Cut cut(const float* weights, Cut within, float floor, int64_t most, double mass);
-    int32_t draw(float* weights, const Cut& kept, double number);
+    Bracket surround(const float* weights, float floor, double mass);
+    void list(const float* weights, float low, float high);
+    void cut(float* weights, int64_t most, double mass, double sum);
+    float floor_of(const float* weights, int64_t most);
+    int64_t find(const float* weights, const int32_t* places, int64_t left, int digit, int64_t most, double mass,
+                 int64_t& number, double& sum);
+    int32_t draw(const float* weights, float least, double number);
+    int32_t draw_listed(const float* weights, float least, double number);
     void likeliest(const float* logits, const Odds& odds) const;
 
     int64_t vocabulary_, padded_;
     const EngineKernels* kernels_;
     Memory<uint8_t> seen_;
     Memory<Bucket> buckets_;
-    Memory<int32_t> rest_; // places of weights
-    Memory<float> copy_, sums_;
+    Memory<int32_t> list_, rest_; // places of weights
+    int64_t listed_ = 0;
+    Memory<float> raw_, largest_, sums_;
 };
 
 } // namespace otaro
