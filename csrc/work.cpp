@@ -127,6 +127,7 @@ int Work::run(otaro_entry* entries, int64_t count, int threads) {
         if (entry.sampling != nullptr) picked_rows += std::min(entry.rows, kMostRowsAtOnce);
     }
     reserve(threads, scores, std::min(picked_rows, kMostRowsAtOnce));
+    drafting_ = false;
     for (int64_t i = 0; i < count; ++i) {
         entries[i].picked_count = 0;
         entries[i].result = OTARO_OK;

@@ -119,7 +119,7 @@ class _Text:
 
     def __init__(self, running: Running, prompt: list[int], limit: int) -> None:
         request = running.request
-        self.running = running
+        self.running, self.limit = running, limit
         self.tokens: Tokens = numpy.empty(limit, dtype=numpy.int32)
         self.tokens[: len(prompt)] = prompt
         self.prompt_length, self.known = len(prompt), len(prompt)
@@ -129,10 +129,6 @@ class _Text:
         self.end = frozenset(token_ids(request.end))
         self.session: Session | None = None
         self.widths: list[tuple[int, bytes]] = []  # up to which position which were used
-
-    @property
-    def limit(self) -> int:
-        return len(self.tokens)
 
     @property
     def held(self) -> int:
@@ -267,19 +263,23 @@ class Scheduler:
         for text in reading:
             self._begin(text)
         steps: list[tuple[_Text, Step, Precision]] = []
+        chosen: dict[tuple[Precision | None, Overrides], tuple[Precision, bytes]] = {}
         with self.engine.running:
             for text in list(self._running):
                 precision, left = text.running.precision, text.prompt_length - text.held
                 if left > 0:
+                    if room == 0:
+                        continue
                     precision = text.prefill or precision
-                used, widths = self.engine.widths_now(precision, text.overrides)
+                key = (precision, text.overrides)
+                if key not in chosen:
+                    chosen[key] = self.engine.widths_now(*key)
+                used, widths = chosen[key]
                 if left > 0 and text.held == 0:
                     self._reuse(text, widths)
                     left = text.prompt_length - text.held
                     if any(self._is_reading(other, step, text) for other, step, _ in steps if step.widths == widths):
                         continue
-                if left > 0 and room == 0:
-                    continue
                 count = min(left, room) if left > 0 else 1
                 room -= count if left > 0 else 0
                 steps.append((text, self._step_of(text, count, widths), used))
