@@ -52,8 +52,8 @@ bool valid_threads(int32_t threads) { return threads >= 1 && threads <= kMaxThre
 
 bool valid_sampling(const otaro_sampling& sampling) {
     return std::isfinite(sampling.temperature) && sampling.temperature >= 0 && sampling.top_p > 0 &&
-           sampling.top_p <= 1 && sampling.min_p >= 0 && sampling.min_p <= 1 &&
-           std::isfinite(sampling.repetition_penalty) && sampling.repetition_penalty > 0 && sampling.top_k >= 0;
+           sampling.top_p <= 1 && sampling.min_p >= 0 && sampling.min_p <= 1 && sampling.repetition_penalty >= 0.01 &&
+           sampling.repetition_penalty <= 100 && sampling.top_k >= 0;
 }
 
 // Whether `rows` of `length` elements fit a buffer.

@@ -129,8 +129,9 @@ OTARO_API int32_t otaro_cache_round(int32_t mantissa, const float* x, int64_t x_
 /* How a token is picked from logits: the likeliest at temperature 0; above it a draw from the softmax of logits /
  * temperature, once all but the `top_k` likeliest (0: none), all beyond the fewest that together reach `top_p` and all below
  * `min_p` times the likeliest have been taken out, in this order; of equal ones the later go first. Before all of it the
- * logits of tokens that are in the text are divided by `repetition_penalty` if they are above 0, and multiplied if not. The
- * random number depends on `seed` and on the position of the token that is picked, and on nothing else. */
+ * logits of tokens that are in the text are divided by `repetition_penalty` (0.01 to 100) if they are above 0, and
+ * multiplied if not. The random number depends on `seed` and on the position of the token that is picked, and on nothing
+ * else. */
 typedef struct {
     double temperature, top_p, min_p, repetition_penalty;
     int64_t top_k;

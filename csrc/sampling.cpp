@@ -8,7 +8,8 @@
 namespace otaro {
 namespace {
 
-constexpr float kLeastTemperature = 1e-30f, kMostLogit = std::numeric_limits<float>::max();
+constexpr double kLeastTemperature = 1e-30, kMostTemperature = 1e30; // their inverses are numbers, and not 0
+constexpr float kMostLogit = std::numeric_limits<float>::max();
 constexpr int kDigits[] = {20, 9, 0}; // shifts: 12 bits, of which the sign is 0, then 11, then 9
 constexpr uint32_t kDigitMask[] = {0x7ff, 0x7ff, 0x1ff};
 constexpr int64_t kBuckets = 2048;
@@ -74,7 +75,7 @@ int Picker::pick(const otaro_sampling& sampling, float* logits, const int32_t* h
 int32_t Picker::choose(const otaro_sampling& sampling, float* logits, int64_t best, uint64_t position) {
     if (sampling.temperature == 0 || sampling.top_k == 1) return static_cast<int32_t>(best);
     std::fill(logits + vocabulary_, logits + padded_, -INFINITY);
-    const float scale = 1.0f / std::max(static_cast<float>(sampling.temperature), kLeastTemperature);
+    const float scale = static_cast<float>(1 / std::clamp(sampling.temperature, kLeastTemperature, kMostTemperature));
     double total = kernels_->exponentials(logits, padded_, logits[best], scale, logits);
     float* const weights = logits;
     const float least = static_cast<float>(sampling.min_p); // the likeliest weighs 1

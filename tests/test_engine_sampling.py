@@ -167,7 +167,7 @@ def test_a_penalty_counts_once_and_moves_what_was_said() -> None:
     assert picked(Sampling(repetition_penalty=100.0), -logits - 5, [3]) == 2
     huge = numpy.array([3e38, -3e38, 0.0], dtype=numpy.float32)
     for penalty in (0.01, 100.0):
-        for temperature in (0.0, 1.0):
+        for temperature in (0.0, 1.0, 1e-300, 1e35):
             assert picked(Sampling(temperature, repetition_penalty=penalty, seed=1), huge, [0, 1, 2]) == 0
 
 
