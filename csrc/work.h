@@ -61,6 +61,13 @@ class Work {
         Activations x; // of the product at hand, beginning with the group's first row
     };
 
+    struct Projection { // a matrix of a layer, and where its product goes
+        int role, bias;
+        float* y;
+        int64_t stride;
+        bool add;
+    };
+
     Work(const Model& model, int group_size, const EngineKernels& kernels, bool counting);
 
     int check(const Session& session, const int32_t* tokens, int64_t count, int64_t position,
@@ -79,7 +86,9 @@ class Work {
 
     void quantize_for(const Matrix& matrix, int role);
     template <class Prepare> void quantize(Team& team, int64_t length, int64_t cost, const Prepare& prepare);
-    void multiply(Team& team, const std::vector<Product>& products);
+    void multiply(Team& team);
+    void project(Team& team, const Layer& layer, std::initializer_list<Projection> projections);
+    float* normed(int64_t row, const float* weight);
     Activations activations(const Matrix& matrix, bool fine, int64_t row) const;
     void reserve(int threads, int64_t scores, int64_t rows);
     template <class T> Memory<T> room(int64_t count, Bytes (*take)(int64_t bytes) = allocate_bytes);
