@@ -9,15 +9,12 @@
 #include <vector>
 
 #include "engine_kernels.h"
+#include "handles.h"
 #include "memory.h"
 #include "model.h"
 #include "sampling.h"
 #include "session.h"
 #include "threads.h"
-
-struct otaro_session {
-    otaro::Session session;
-};
 
 namespace otaro {
 
