@@ -36,11 +36,12 @@ double random_number(uint64_t seed, uint64_t position) {
     return static_cast<double>(bits >> 11) * 0x1p-53;
 }
 
+// Pages become real when they are used: greedy tokens use none of it.
 Picker::Picker(int64_t vocabulary, const EngineKernels& kernels)
     : vocabulary_(vocabulary), padded_(padded_vocabulary(vocabulary)), kernels_(&kernels),
-      seen_(allocate<uint8_t>(vocabulary)), buckets_(allocate<Bucket>(2 * kBuckets)),
-      list_(allocate<int32_t>(vocabulary)), rest_(allocate<int32_t>(vocabulary)), raw_(allocate<float>(padded_)),
-      largest_(allocate<float>(padded_ / kLogitsPadding)), sums_(allocate<float>(sum_blocks(padded_))) {}
+      seen_(reserve<uint8_t>(vocabulary)), buckets_(reserve<Bucket>(2 * kBuckets)), list_(reserve<int32_t>(vocabulary)),
+      rest_(reserve<int32_t>(vocabulary)), raw_(reserve<float>(padded_)),
+      largest_(reserve<float>(padded_ / kLogitsPadding)), sums_(reserve<float>(sum_blocks(padded_))) {}
 
 int64_t Picker::bytes(int64_t vocabulary) {
     const int64_t padded = padded_vocabulary(vocabulary),
