@@ -1,50 +1,19 @@
-// The engine's C ABI: checks every setting and the size of every buffer.
+// The engine's C ABI, matrices and models: checks every setting and the size of every buffer.
 
 #include <atomic>
 #include <cmath>
-#include <memory>
-#include <new>
+#include <vector>
 
-#include "checks.h"
-#include "model.h"
+#include "handles.h"
+#include "threads.h"
 
 using namespace otaro;
 
-struct otaro_arena {
-    Arena arena;
-};
-
-struct otaro_matrix {
-    otaro_format format;
-    Matrix matrix;
-};
-
-struct otaro_model {
-    Model model;
-};
-
-struct otaro_session {
-    Session session;
-};
-
 namespace {
 
-constexpr int64_t kMostRows = int64_t{1} << 31;
 constexpr int64_t kMostBytes = int64_t{1} << 46; // of planes, far beyond any machine
 
-bool within(int64_t value, int64_t most) { return value > 0 && value <= most; }
-
 bool of_whole_matrix(int32_t role) { return role == OTARO_EMBEDDING || role == OTARO_HEAD; }
-
-// A width for the embedding, for each layer and for the head.
-int check_widths(const Model& model, const uint8_t* mantissa, int64_t bytes) {
-    const int64_t widths = static_cast<int64_t>(model.layers.size()) + 2;
-    if (bytes < widths) return OTARO_ERROR_BUFFER;
-    for (int64_t i = 0; i < widths; ++i) {
-        if (!valid_mantissa(mantissa[i])) return OTARO_ERROR_ARGUMENT;
-    }
-    return OTARO_OK;
-}
 
 // Room for a product outside a session.
 class Workspace {
@@ -221,118 +190,6 @@ int32_t otaro_model_set_vector(otaro_model* model, int64_t layer, int32_t role, 
         if (bytes != length * static_cast<int64_t>(sizeof *data)) return OTARO_ERROR_BUFFER;
         place->vectors[role].assign(data, data + length);
         return OTARO_OK;
-    });
-}
-
-// ---- sessions -------------------------------------------------------------------------------------------------------
-
-int32_t otaro_cache_round(int32_t mantissa, const float* x, int64_t x_bytes, int64_t rows, int64_t dimension, float* y,
-                          int64_t y_bytes, int32_t isa) {
-    return guarded([&]() -> int {
-        constexpr int64_t kSize = sizeof(float);
-        if (!valid_mantissa(mantissa) || x == nullptr || y == nullptr) return OTARO_ERROR_ARGUMENT;
-        if (rows < 0 || rows > kMostRows || !within(dimension, kMostHeadDimension)) return OTARO_ERROR_ARGUMENT;
-        if (x_bytes < rows * dimension * kSize || y_bytes < rows * dimension * kSize) return OTARO_ERROR_BUFFER;
-        const EngineKernels* const kernels = engine_kernels_for(isa);
-        if (kernels == nullptr) return OTARO_ERROR_ISA;
-        const Cache cache = cache_layout(mantissa, static_cast<int>(dimension));
-        const Memory<uint8_t> coded = allocate<uint8_t>(cache.row_bytes);
-        const Memory<float> values = allocate<float>(cache.padded_dimension);
-        for (int64_t row = 0; row < rows; ++row) {
-            kernels->encode_row(x + row * dimension, cache, coded.get());
-            kernels->decode_row(coded.get(), cache, values.get());
-            memcpy(y + row * dimension, values.get(), static_cast<size_t>(dimension * kSize));
-        }
-        return OTARO_OK;
-    });
-}
-
-int32_t otaro_session_create(const otaro_model* model, int64_t context, int32_t cache_mantissa, int32_t isa,
-                             otaro_session** session) {
-    return guarded([&]() -> int {
-        if (model == nullptr || session == nullptr || !within(context, kMostRows)) return OTARO_ERROR_ARGUMENT;
-        if (cache_mantissa != 0 && !valid_mantissa(cache_mantissa)) return OTARO_ERROR_ARGUMENT;
-        if (!model->model.complete()) return OTARO_ERROR_ARGUMENT;
-        const EngineKernels* const kernels = engine_kernels_for(isa);
-        if (kernels == nullptr) return OTARO_ERROR_ISA;
-        *session = new otaro_session{Session(model->model, context, cache_mantissa, *kernels)};
-        return OTARO_OK;
-    });
-}
-
-void otaro_session_destroy(otaro_session* session) { delete session; }
-
-int32_t otaro_session_set_fine(otaro_session* session, int32_t fine) {
-    if (session == nullptr) return OTARO_ERROR_ARGUMENT;
-    session->session.set_fine(fine != 0);
-    return OTARO_OK;
-}
-
-int32_t otaro_session_size(const otaro_model* model, int32_t group_size, int64_t context, int32_t cache_mantissa,
-                           int32_t threads, int64_t* cache, int64_t* work) {
-    return guarded([&]() -> int {
-        if (model == nullptr || cache == nullptr || work == nullptr) return OTARO_ERROR_ARGUMENT;
-        const otaro_format format{OTARO_NESTED, group_size};
-        if (check_format(&format) != OTARO_OK || !within(context, kMostRows)) return OTARO_ERROR_ARGUMENT;
-        if (cache_mantissa != 0 && !valid_mantissa(cache_mantissa)) return OTARO_ERROR_ARGUMENT;
-        if (threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
-        const Session::Sizes sizes = Session::sizes(model->model, group_size, context, cache_mantissa, threads);
-        *cache = sizes.cache;
-        *work = sizes.work;
-        return OTARO_OK;
-    });
-}
-
-int32_t otaro_session_bytes(const otaro_session* session, int64_t* cache, int64_t* whole_cache, int64_t* work) {
-    if (session == nullptr || cache == nullptr || whole_cache == nullptr || work == nullptr)
-        return OTARO_ERROR_ARGUMENT;
-    const Session::Sizes sizes = session->session.sizes();
-    *cache = session->session.cache_in_use();
-    *whole_cache = sizes.cache;
-    *work = sizes.work;
-    return OTARO_OK;
-}
-
-int32_t otaro_session_release(otaro_session* session, int64_t length) {
-    if (session == nullptr || length < 0) return OTARO_ERROR_ARGUMENT;
-    session->session.release(length);
-    return OTARO_OK;
-}
-
-int32_t otaro_session_run(otaro_session* session, const int32_t* tokens, int64_t tokens_bytes, int64_t count,
-                          int64_t position, const uint8_t* mantissa, int64_t mantissa_bytes, float* logits,
-                          int64_t logits_bytes, int64_t logits_count, int32_t threads) {
-    return guarded([&]() -> int {
-        if (session == nullptr || tokens == nullptr || mantissa == nullptr) return OTARO_ERROR_ARGUMENT;
-        if (count < 1 || count > kMostRows || position < 0 || logits_count < 0 || logits_count > count) {
-            return OTARO_ERROR_ARGUMENT;
-        }
-        if (threads < 1 || threads > kMaxThreads || (logits == nullptr && logits_count > 0))
-            return OTARO_ERROR_ARGUMENT;
-        const Model& model = session->session.model();
-        if (tokens_bytes < count * static_cast<int64_t>(sizeof *tokens)) return OTARO_ERROR_BUFFER;
-        if (logits_bytes / static_cast<int64_t>(sizeof *logits) / model.vocabulary < logits_count) {
-            return OTARO_ERROR_BUFFER;
-        }
-        const int error = check_widths(model, mantissa, mantissa_bytes);
-        if (error != OTARO_OK) return error;
-        return session->session.run(tokens, count, position, mantissa, logits, logits_count, threads);
-    });
-}
-
-int32_t otaro_session_draft(otaro_session* session, int32_t token, int64_t position, const uint8_t* mantissa,
-                            int64_t mantissa_bytes, int64_t rows, float margin, int32_t* drafts, int64_t drafts_bytes,
-                            int64_t* count, int32_t threads) {
-    return guarded([&]() -> int {
-        if (session == nullptr || mantissa == nullptr || drafts == nullptr || count == nullptr)
-            return OTARO_ERROR_ARGUMENT;
-        const Model& model = session->session.model();
-        if (position < 0 || !within(*count, kMostRows) || !within(rows, model.vocabulary)) return OTARO_ERROR_ARGUMENT;
-        if (threads < 1 || threads > kMaxThreads) return OTARO_ERROR_ARGUMENT;
-        if (drafts_bytes / static_cast<int64_t>(sizeof *drafts) < *count) return OTARO_ERROR_BUFFER;
-        const int error = check_widths(model, mantissa, mantissa_bytes);
-        if (error != OTARO_OK) return error;
-        return session->session.draft(token, position, mantissa, rows, margin, drafts, count, threads);
     });
 }
 

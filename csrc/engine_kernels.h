@@ -111,6 +111,9 @@ static inline int64_t attention_scratch(const Cache& cache, int64_t capacity, in
     return queries * capacity + (queries + kKeyBlock) * cache.padded_dimension;
 }
 
+constexpr int64_t kSumBlock = 1024; // weights added up at a time where tokens are picked
+constexpr int kSumLanes = 16;       // sums that a block is added up in, whatever the vectors: so the sum is the same
+
 struct EngineKernels {
     void (*multiply)(const Product&, int64_t first_tile, int64_t last_tile, uint8_t* scratch);
     // One row of activations for a product at a width; `x` is padded with zeros.
@@ -124,6 +127,10 @@ struct EngineKernels {
     void (*encode_row)(const float* x, const Cache&, uint8_t* row);
     void (*decode_row)(const uint8_t* row, const Cache&, float* x); // padded dimensions
     void (*attend_coded)(const Attention&, int64_t first_task, int64_t last_task, float* scratch);
+    // For picking tokens, to the same bits on every instruction set; the last two take multiples of 16.
+    bool (*largest)(const float* x, int64_t length, int64_t* place); // of the first of them; false: not all are finite
+    double (*exponentials)(const float* x, int64_t length, float most, float scale, float* result); // their sum
+    void (*sums)(const float* x, int64_t length, float least, float* sums); // of those not below, block by block
 };
 
 extern const EngineKernels* const engine_kernels_ref;

@@ -207,8 +207,57 @@ void attend_coded_ref(const Attention& job, int64_t first, int64_t last, float* 
     attend_tasks_ref(job, first, last, job.heads / job.kv_heads, coded_key_ref, coded_value_ref, scratch);
 }
 
-constexpr EngineKernels kTable{multiply_ref,   quantize_ref, normalize_ref,  rotate_ref,     swiglu_ref,
-                               store_keys_ref, attend_ref,   encode_row_ref, decode_row_ref, attend_coded_ref};
+// ---- picking tokens, to the bits of simd_sampling.h -----------------------------------------------------------------------
+
+bool largest_ref(const float* x, int64_t length, int64_t* place) {
+    *place = 0;
+    for (int64_t i = 0; i < length; ++i) {
+        if (!std::isfinite(x[i])) return false;
+        if (x[i] > x[*place]) *place = i;
+    }
+    return true;
+}
+
+float exponential_ref(float x) {
+    if (x + 87.0f < 0) return 0;
+    x = std::max(std::min(x, 88.0f), -87.0f);
+    const float n = std::nearbyint(x * 1.44269504f);
+    float r = std::fma(n, -0.693359375f, x);
+    r = std::fma(n, 2.12194440e-4f, r);
+    float p = 1.9875691500e-4f;
+    constexpr float kSeries[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f};
+    for (const float coefficient : kSeries) p = std::fma(p, r, coefficient);
+    p = std::fma(p, r * r, r) + 1.0f;
+    return p * bits_float(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
+}
+
+template <class Value> double block_sum_ref(const float* x, int64_t length, const Value& value) {
+    float lanes[kSumLanes] = {};
+    for (int64_t i = 0; i < length; ++i) lanes[i % kSumLanes] += value(x[i]);
+    double sum = 0;
+    for (const float lane : lanes) sum += static_cast<double>(lane);
+    return sum;
+}
+
+double exponentials_ref(const float* x, int64_t length, float most, float scale, float* result) {
+    double sum = 0;
+    for (int64_t i = 0; i < length; ++i) result[i] = exponential_ref((x[i] + -most) * scale);
+    for (int64_t start = 0; start < length; start += kSumBlock) {
+        sum += block_sum_ref(result + start, std::min(kSumBlock, length - start), [](float value) { return value; });
+    }
+    return sum;
+}
+
+void sums_ref(const float* x, int64_t length, float least, float* sums) {
+    const auto kept = [&](float value) { return value < least ? 0.0f : value; };
+    for (int64_t start = 0; start < length; start += kSumBlock) {
+        *sums++ = static_cast<float>(block_sum_ref(x + start, std::min(kSumBlock, length - start), kept));
+    }
+}
+
+constexpr EngineKernels kTable{multiply_ref,   quantize_ref,     normalize_ref,  rotate_ref,     swiglu_ref,
+                               store_keys_ref, attend_ref,       encode_row_ref, decode_row_ref, attend_coded_ref,
+                               largest_ref,    exponentials_ref, sums_ref};
 
 } // namespace
 

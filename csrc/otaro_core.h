@@ -20,7 +20,7 @@
 
 #include <stdint.h>
 
-#define OTARO_ABI_VERSION 7
+#define OTARO_ABI_VERSION 8
 #define OTARO_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -36,7 +36,8 @@ enum otaro_error {
     OTARO_ERROR_ISA = 5,        /* instructions that this machine or this build does not have */
     OTARO_ERROR_PLANES = 6,     /* fewer bit planes than the width needs */
     OTARO_ERROR_INTERNAL = 7,   /* out of memory or the like */
-    OTARO_ERROR_SCALE = 8       /* a byte that is no scale of the format */
+    OTARO_ERROR_SCALE = 8,      /* a byte that is no scale of the format */
+    OTARO_CANCELLED = 9         /* stopped before its end, as asked for */
 };
 
 enum otaro_dtype { OTARO_FLOAT32 = 0, OTARO_FLOAT16 = 1, OTARO_BFLOAT16 = 2 };

@@ -7,6 +7,7 @@
 #include "engine_kernels.h"
 #include "simd_encode.h"
 #include "simd_layers.h"
+#include "simd_sampling.h"
 
 namespace otaro {
 namespace {
@@ -155,9 +156,9 @@ template <class V> void attend_coded(const Attention& job, int64_t first, int64_
 
 // V with its plain vectors as V::Vectors, which the codec is written for.
 template <class V, class C = typename V::Vectors>
-constexpr EngineKernels kEngineKernels{multiply<V>,   quantize_activations<V>, normalize<V>, rotate<V>,
-                                       swiglu<V>,     store_keys<V>,           attend<V>,    encode_row<C>,
-                                       decode_row<C>, attend_coded<C>};
+constexpr EngineKernels kEngineKernels{
+    multiply<V>,   quantize_activations<V>, normalize<V>,    rotate<V>,  swiglu<V>,       store_keys<V>, attend<V>,
+    encode_row<C>, decode_row<C>,           attend_coded<C>, largest<C>, exponentials<C>, sums<C>};
 
 } // namespace
 } // namespace otaro

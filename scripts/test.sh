@@ -25,6 +25,7 @@ announce "native tests with AddressSanitizer and UndefinedBehaviorSanitizer, on 
 # Reports go straight to the screen (--capture=sys): pytest could not show them any more.
 OMP_NUM_THREADS=1 scripts/sanitized.sh address,undefined pytest --numprocesses 2 --dist worksteal --capture=sys \
     tests/test_native.py tests/test_engine.py tests/test_engine_cache.py tests/test_engine_live.py \
+    tests/test_engine_sequences.py tests/test_engine_sampling.py \
     -k "not missing_library and not forked_child"
 
 announce "the engine without Python, still the same calls (tests/native/check.cpp)"

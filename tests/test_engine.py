@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import shutil
@@ -15,6 +14,7 @@ import architectures
 import numpy
 import pytest
 import torch
+from texts import Text
 from transformers import PreTrainedConfig
 
 import otaro
@@ -23,8 +23,9 @@ from otaro.checkpoint.folder import PackedFolder
 from otaro.engine import native
 from otaro.engine.architecture import STATED, UnsupportedError, matrix_place, read_shape, stated_config
 from otaro.engine.engine import Engine
-from otaro.engine.native import Matrix, Session
-from otaro.engine.sampling import Sampler, Sampling
+from otaro.engine.native import Matrix
+from otaro.engine.sampling import Sampling
+from otaro.engine.session import Step, Work
 from otaro.engine.speculation import LONGEST_REST, SHORTEST_REST, Repetition, Rests
 from otaro.engine.text import end_tokens, generate
 from otaro.errors import FormatError, OtaroError, PrecisionError
@@ -172,7 +173,7 @@ def test_logits_agree_with_the_reference_at_every_width(name: str, tmp_path: Pat
     engine, model = Engine(folder, threads=2), otaro.load(folder)
     ids = architectures.some_ids()[0].tolist() * 3
     sessions = [
-        (Session(engine.weights.model, len(ids), fine=fine, isa=isa), fine)
+        (Text(engine.weights.model, len(ids), fine=fine, isa=isa), fine)
         for isa, fine in itertools.product(cpu.isas(), (False, True))
     ]
     for precision in WIDTHS:
@@ -209,7 +210,7 @@ def test_threads_batches_and_repetition_change_no_bit(folder: Path) -> None:
         whole = [Engine(folder, threads=threads).logits(ids, precision) for threads in (1, 2, 4, 4)]
         assert all(numpy.array_equal(logits, whole[0]) for logits in whole)
         one = Engine(folder, threads=2)
-        session = Session(one.weights.model, 64)
+        session = Text(one.weights.model, 64)
         widths = one.weights.widths(precision)
         for position, token in enumerate(ids):
             assert numpy.array_equal(session.run([token], position, widths, threads=2)[0], whole[0][position])
@@ -219,7 +220,7 @@ def test_every_instruction_set_agrees_within_rounding(folder: Path, engine: Engi
     for precision in (Precision.E5M8, Precision.E5M4):
         results = []
         for isa in cpu.isas():
-            session = Session(engine.weights.model, 64, isa=isa)
+            session = Text(engine.weights.model, 64, isa=isa)
             widths = engine.weights.widths(precision)
             results.append(torch.from_numpy(session.run(PROMPT, 0, widths, threads=1, logits=len(PROMPT))))
         for result in results[1:]:
@@ -241,7 +242,7 @@ def test_a_switch_between_tokens_equals_a_fresh_run_with_the_same_schedule(folde
     fresh = Engine(folder, threads=1)
     assert first == switched(fresh)
     # The same by hand, through a session.
-    session = Session(fresh.weights.model, 64)
+    session = Text(fresh.weights.model, 64)
     widest = fresh.weights.widths(Precision.E5M8)
     token = int(session.run(PROMPT, 0, widest, threads=1)[0].argmax())
     for position, (expected, precision) in enumerate(zip(first, schedule, strict=True), len(PROMPT)):
@@ -276,7 +277,20 @@ def test_speculation_gives_exactly_the_same_text(engine: Engine, draft: str, sam
 
 def test_text_that_repeats_itself_is_guessed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     cycle = [4, 8, 15, 16, 23]
-    monkeypatch.setattr(Sampler, "pick", lambda self, logits, history: cycle[len(history) % len(cycle)])
+
+    def run_as_if(work: Work, steps: list[Step], **named: Any) -> None:
+        """The tokens of a model that says these again and again."""
+        step = steps[0]
+        original(work, [Step(step.session, step.tokens, step.position, step.widths, rows=0)], **named)
+        end = step.position + len(step.tokens)
+        says = [cycle[place % len(cycle)] for place in range(end - step.rows + 1, end + 1)]
+        guesses = step.tokens[len(step.tokens) - step.rows + 1 :].tolist()
+        right = next((i for i, guess in enumerate(guesses) if guess != says[i]), len(guesses))
+        step.picked = says[: right + 1] if step.rows else []
+        step.session.length = end - step.rows + right + 1 if step.rows else end
+
+    original = Work.run
+    monkeypatch.setattr(Work, "run", run_as_if)
     text = run(engine, draft="E5M3")
     assert text == [cycle[(len(PROMPT) + number) % len(cycle)] for number in range(24)]
     counts = engine.speculation
@@ -296,7 +310,7 @@ def test_guesses_continue_the_last_occurrence_and_grow_while_they_hold() -> None
 
 
 def test_drafts_are_what_the_width_would_say_and_stop_when_unsure(engine: Engine) -> None:
-    session = Session(engine.weights.model, 64)
+    session = Text(engine.weights.model, 64)
     widths = engine.weights.widths(Precision.E5M8)
     session.run(PROMPT[:-1], 0, widths, threads=1)
     settings: dict[str, Any] = {"rows": architectures.VOCABULARY, "threads": 2}
@@ -503,30 +517,7 @@ def test_end_tokens_that_are_no_tokens_are_left_out(folder: Path, tmp_path: Path
     assert 7 in end_tokens(Engine(odd, threads=1), Bytes())
 
 
-# ---- sampling and text ----------------------------------------------------------------------------------------------
-
-
-def test_sampling_cuts_and_repeats() -> None:
-    logits = numpy.array([2.0, 1.0, 0.0, -1.0, 3.0], dtype=numpy.float32)
-    assert Sampler(Sampling()).pick(logits, []) == 4
-    assert Sampler(Sampling(repetition_penalty=2.0)).pick(logits, [4]) == 0
-    kept = {
-        Sampling(1.0, top_k=2): {4, 0},
-        Sampling(1.0, top_p=0.6): {4},
-        Sampling(1.0, top_p=0.7): {4, 0},
-        Sampling(1.0, min_p=0.1): {4, 0, 1},
-    }
-    for sampling, expected in kept.items():
-        distribution = Sampler(sampling).distribution(logits, [])
-        assert set(numpy.flatnonzero(distribution)) == expected
-        assert distribution.sum() == pytest.approx(1)
-    draws = [[Sampler(Sampling(1.0, seed=seed)).pick(logits, []) for _ in range(3)] for seed in (1, 1)]
-    assert draws[0] == draws[1]
-    sampler = Sampler(Sampling(1.0, seed=0))
-    share = numpy.mean([sampler.pick(logits, []) == 4 for _ in range(2000)])
-    assert share == pytest.approx(float(Sampler(Sampling(1.0)).distribution(logits, [])[4]), abs=0.04)
-    with pytest.raises(OtaroError, match="top_p"):
-        Sampling(top_p=0)
+# ---- text ------------------------------------------------------------------------------------------------------------
 
 
 class Bytes:
@@ -564,86 +555,10 @@ def test_generated_text_is_streamed_and_counted(engine: Engine) -> None:
 # ---- the C ABI ------------------------------------------------------------------------------------------------------
 
 
-def test_the_library_checks_sizes_before_it_touches_memory(engine: Engine) -> None:
-    library, session = native._library(), Session(engine.weights.model, 32)
-    widths = engine.weights.widths(Precision.E5M4)
-    tokens = numpy.array([1, 2, 3], dtype=numpy.int32)
-    logits = numpy.empty((3, architectures.VOCABULARY), dtype=numpy.float32)
-    good: dict[str, Any] = {
-        "session": session.handle,
-        "tokens": tokens.ctypes.data,
-        "tokens_bytes": tokens.nbytes,
-        "count": 3,
-        "position": 0,
-        "widths": widths,
-        "widths_bytes": len(widths),
-        "logits": logits.ctypes.data,
-        "logits_bytes": logits.nbytes,
-        "logits_count": 3,
-        "threads": 2,
-    }
-    assert library.otaro_session_run(*good.values()) == 0
-    argument, buffer, index = 1, 2, 4
-    for name, value, error in (
-        ("session", None, argument),
-        ("tokens", None, argument),
-        ("tokens_bytes", 11, buffer),
-        ("count", 0, argument),
-        ("count", 2**40, argument),
-        ("count", -1, argument),
-        ("position", -1, argument),
-        ("position", 4, index),
-        ("position", 2**62, index),
-        ("widths_bytes", 3, buffer),
-        ("widths", bytes([4, 9, 4, 4]), argument),
-        ("logits", None, argument),
-        ("logits_bytes", logits.nbytes - 1, buffer),
-        ("logits_count", 4, argument),
-        ("threads", 0, argument),
-        ("threads", 10**6, argument),
-    ):
-        assert library.otaro_session_run(*{**good, name: value}.values()) == error, (name, value)
-    assert library.otaro_session_run(*good.values()) == 0
-    drafts, count = (ctypes.c_int32 * 3)(), ctypes.c_int64(3)
-    good = {
-        "session": session.handle,
-        "token": 1,
-        "position": 3,
-        "widths": widths,
-        "widths_bytes": len(widths),
-        "rows": architectures.VOCABULARY,
-        "margin": 0.0,
-        "drafts": drafts,
-        "drafts_bytes": ctypes.sizeof(drafts),
-        "count": ctypes.byref(count),
-        "threads": 2,
-    }
-    for name, value, error in (
-        ("session", None, argument),
-        ("token", -1, index),
-        ("token", architectures.VOCABULARY, index),
-        ("position", -1, argument),
-        ("position", 4, index),
-        ("widths_bytes", 3, buffer),
-        ("rows", 0, argument),
-        ("rows", architectures.VOCABULARY + 1, argument),
-        ("drafts", None, argument),
-        ("drafts_bytes", 11, buffer),
-        ("count", None, argument),
-        ("count", ctypes.byref(ctypes.c_int64(0)), argument),
-        ("threads", 0, argument),
-    ):
-        count.value = 3
-        assert library.otaro_session_draft(*{**good, name: value}.values()) == error, (name, value)
-    count.value = 3
-    assert library.otaro_session_draft(*good.values()) == 0
-    assert count.value == 3
-
-
 def test_matrices_must_fit_their_place(engine: Engine) -> None:
     planes, _ = ops.pack(torch.randn(16, 32), Format())
     matrix = Matrix(planes, (16, 32), Format(), threads=1)
-    library = native._library()
+    library = native.library()
     handle = engine.weights.model.handle
     for layer, role, error in ((0, 2, 2), (0, 9, 1), (0, -1, 1), (99, 2, 4), (-1, 2, 4), (1, 0, 4)):
         assert library.otaro_model_set_matrix(handle, layer, role, matrix.handle) == error
@@ -669,8 +584,8 @@ def test_group_sizes_cannot_be_mixed(engine: Engine) -> None:
         model.set_matrix(0, native.MatrixRole.VALUE, wide)
     argument = 1
     value = int(native.MatrixRole.VALUE)
-    assert native._library().otaro_model_set_matrix(model.handle, 0, value, wide.handle) == argument
-    assert native._library().otaro_model_set_matrix(model.handle, 0, value, narrow.handle) == 0
+    assert native.library().otaro_model_set_matrix(model.handle, 0, value, wide.handle) == argument
+    assert native.library().otaro_model_set_matrix(model.handle, 0, value, narrow.handle) == 0
 
 
 def test_two_engines_in_two_threads_do_not_disturb_each_other(folder: Path) -> None:

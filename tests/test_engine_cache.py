@@ -9,6 +9,7 @@ import architectures
 import numpy
 import pytest
 import torch
+from texts import Text
 from transformers import DynamicCache
 
 import otaro
@@ -16,7 +17,7 @@ from otaro import sefp
 from otaro.cli import main
 from otaro.engine import native
 from otaro.engine.engine import Engine
-from otaro.engine.native import Session, round_keys
+from otaro.engine.native import round_keys
 from otaro.errors import OtaroError
 from otaro.ops import cpu
 from otaro.precision import Precision
@@ -91,7 +92,7 @@ def test_threads_batches_and_repetition_change_no_bit(folder: Path) -> None:
         engines = [Engine(folder, threads=threads, kv_cache=precision) for threads in (1, 2, 4, 4)]
         whole = [engine.logits(PROMPT) for engine in engines]
         assert all(numpy.array_equal(logits, whole[0]) for logits in whole)
-        session = Session(engines[0].weights.model, 64, cache=precision)
+        session = Text(engines[0].weights.model, 64, cache=precision)
         widths = engines[0].weights.widths(Precision.E5M8)
         for position, token in enumerate(PROMPT):
             assert numpy.array_equal(session.run([token], position, widths, threads=1)[0], whole[0][position])
@@ -102,7 +103,7 @@ def test_every_instruction_set_agrees_within_rounding(folder: Path) -> None:
     widths = engine.weights.widths(Precision.E5M8)
     results = []
     for isa in cpu.isas():
-        session = Session(engine.weights.model, 64, cache=Precision.E5M8, isa=isa)
+        session = Text(engine.weights.model, 64, cache=Precision.E5M8, isa=isa)
         results.append(session.run(PROMPT, 0, widths, threads=1, logits=len(PROMPT)))
     for result in results[1:]:
         assert numpy.linalg.norm(result - results[0]) / numpy.linalg.norm(results[0]) < 2e-3
@@ -120,7 +121,7 @@ def test_a_cache_takes_the_memory_its_codes_need(folder: Path) -> None:
 
 
 def test_sizes_are_checked_before_memory_is_touched(folder: Path) -> None:
-    library = native._library()
+    library = native.library()
     x, y = numpy.zeros((3, 64), dtype=numpy.float32), numpy.zeros((3, 64), dtype=numpy.float32)
     good: dict[str, Any] = {
         "mantissa": 4,
@@ -151,11 +152,11 @@ def test_sizes_are_checked_before_memory_is_touched(folder: Path) -> None:
     model = Engine(folder).weights.model
     for mantissa in (-1, 1, 2, 9, 2**30):
         handle = native.ctypes.c_void_p()
-        created = library.otaro_session_create(model.handle, 64, mantissa, 0, native.ctypes.byref(handle))
+        created = library.otaro_session_create(model.handle, 64, mantissa, native.ctypes.byref(handle))
         assert created == argument
         assert handle.value is None
     with pytest.raises(OtaroError, match="not enough memory"):
-        Session(model, 2**31, cache=Precision.E5M8)
+        Text(model, 2**31, cache=Precision.E5M8)
     with pytest.raises(OtaroError, match="cannot be kept as int8: choose float16 or E5M8"):
         Engine(folder, kv_cache="int8")
 

@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 from otaro import ops
 from otaro.engine import native
 from otaro.engine.engine import Engine
-from otaro.engine.native import Arena, Matrix, Model, matrix_size, session_size
+from otaro.engine.native import Arena, Matrix, Model, matrix_size
+from otaro.engine.session import session_size
 from otaro.engine.weights import packed_size
 from otaro.ops import cpu
 from otaro.precision import Precision
@@ -125,7 +126,7 @@ def test_sizes_told_beforehand_are_those_taken(folder: Path) -> None:
 
 
 def test_sizes_that_cannot_be_are_refused(folder: Path) -> None:
-    library = native._library()
+    library = native.library()
     value, other, model = ctypes.c_int64(), ctypes.c_int64(), Engine(folder).weights.model
     format, out = ctypes.byref(cpu.c_format(Format())), ctypes.byref(value)
     argument, memory = 1, 7
@@ -147,5 +148,5 @@ def test_sizes_that_cannot_be_are_refused(folder: Path) -> None:
         ("context", 2**31, 0),
     ):
         sizes = {**good, name: number}.values()
-        assert library.otaro_session_size(model.handle, *sizes, out, ctypes.byref(other)) == error, (name, number)
-    assert library.otaro_session_size(model.handle, *good.values(), None, None) == argument
+        assert library.otaro_size(model.handle, *sizes, out, ctypes.byref(other)) == error, (name, number)
+    assert library.otaro_size(model.handle, *good.values(), None, None) == argument

@@ -16,13 +16,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import Text
 
 import otaro
 from otaro import ops
 from otaro.cli import main
 from otaro.engine.engine import Engine
-from otaro.engine.native import Matrix, Session
-from otaro.engine.sampling import Sampler, Sampling
+from otaro.engine.native import Matrix
+from otaro.engine.sampling import Sampling, c_sampling, sample
+from otaro.engine.session import Step, Work
 from otaro.errors import FormatError, OtaroError
 from otaro.ops import cpu
 from otaro.precision import Precision
@@ -136,7 +138,7 @@ def test_odd_numbers_for_sampling(value: Any, name: str) -> None:
     options = {"temperature": 0.8, "seed": 1, name: value}
     refusals: list[str] = []
     try:
-        assert Sampler(Sampling(**options)).pick(logits, [0, 1]) in range(5)
+        assert sample(c_sampling(Sampling(**options)), logits, [0, 1])[0] in range(5)
     except OtaroError as refusal:
         refusals.append(str(refusal))
     assert all(name in refusal and "\n" not in refusal for refusal in refusals)
@@ -158,7 +160,7 @@ def test_no_integer_is_cut_on_its_way_into_the_library(engine: Engine) -> None:
         with pytest.raises(ctypes.ArgumentError, match="does not fit"):
             matrix.multiply(torch.zeros(1, 64), Precision.E5M3, threads=threads)
         with pytest.raises(ctypes.ArgumentError, match="does not fit"):
-            Session(engine.weights.model, 8).run([1], 0, engine.weights.widths(Precision.E5M3), threads=threads)
+            Text(engine.weights.model, 8).run([1], 0, engine.weights.widths(Precision.E5M3), threads=threads)
 
 
 # ---- numbers that are none ------------------------------------------------------------------------------------------
@@ -171,21 +173,28 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("number", [numpy.nan, numpy.inf, -numpy.inf])
-def test_logits_that_are_not_finite_end_a_text(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, number: float, way: str
-) -> None:
-    original = Session.run
+@pytest.mark.parametrize("place", [0, 50, 1024, 1029])
+def test_logits_that_are_not_finite_are_refused(number: float, place: int) -> None:
+    logits = numpy.zeros(1030, dtype=numpy.float32)
+    logits[place] = number
+    for isa in cpu.isas():
+        for sampling in (Sampling(), Sampling(0.8, seed=1), Sampling(repetition_penalty=1.2)):
+            with pytest.raises(OtaroError, match="logits are not finite"):
+                sample(c_sampling(sampling), logits, [50], isa=isa)
 
-    def spoil(session: Session, tokens: Any, position: int, *rest: Any, **named: Any) -> Any:
-        logits = original(session, tokens, position, *rest, **named)
-        if position > 0:  # the prompt is read without trouble
-            logits[:, 50] = number
-        return logits
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_that_are_not_finite_end_a_text(engine: Engine, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    original = Work.run
+    not_finite = 3
+
+    def spoil(work: Work, steps: list[Step], **named: Any) -> None:
+        original(work, steps, **named)
+        steps[0].failed = not_finite if steps[0].position > 0 else 0  # the prompt is read without trouble
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "run", spoil)
+        patch.setattr(Work, "run", spoil)
         text = engine.tokens(PROMPT, max_new_tokens=9, **WAYS[way])
         next(text)
         with pytest.raises(OtaroError, match="logits are not finite"):

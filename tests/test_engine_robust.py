@@ -167,6 +167,6 @@ def test_memory_that_runs_out_in_python_is_one_sentence(
     def run(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(Engine, "run", run)
+    monkeypatch.setattr(Engine, "run_steps", run)
     assert main(["generate", str(packed_llama), "--prompt", "hello", "--max-new-tokens", "2"]) == 2
     assert "otaro: error: there is not enough memory" in capsys.readouterr().err

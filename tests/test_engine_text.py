@@ -85,12 +85,14 @@ def test_what_is_not_a_conversation_is_said(engine: Engine, messages: Any) -> No
         engine.chat(messages)
 
 
-def test_the_example_of_the_document_runs(packed_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_document_run(packed_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "packed").symlink_to(packed_llama)
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(example, str(DOCUMENT), "exec"), names)
+    for example in examples:
+        exec(compile(example, str(DOCUMENT), "exec"), names)
     assert names["engine"].precision == Precision.E5M8
     assert isinstance(names["answer"].text, str)
+    assert [text.finish_reason for text in names["texts"]] == ["length"] * 2
     assert otaro.Engine is Engine

@@ -139,9 +139,43 @@ def run_prompt(engine: Any, chance: random.Random) -> None:
             tokens.close()
 
 
+def run_together(engine: Any, chance: random.Random) -> None:
+    """Several texts at once, some of them cancelled, while widths change."""
+    from otaro.engine.sampling import Sampling
+    from otaro.engine.scheduler import Request, Running, Scheduler
+    from otaro.errors import OtaroError
+    from otaro.precision import Precision
+
+    scheduler = Scheduler(engine, most_sequences=chance.choice((1, 2, 4)), prompt_tokens=chance.choice((1, 5, 64)))
+    texts: list[Running] = []
+    for _ in range(chance.randrange(1, 7)):
+        with contextlib.suppress(OtaroError):
+            request = Request(
+                odd_prompt(chance),
+                chance.choice((1, 2, 5, 9, 0)),
+                Sampling(**odd_sampling(chance)),
+                chance.choice((None, None, *Precision)),
+                end=[chance.randrange(VOCABULARY)],
+                logprobs=chance.choice((None, None, 0, 3, VOCABULARY, -1)),
+            )
+            texts.append(scheduler.submit(request))
+    for text in texts:
+        if chance.random() < 0.2:
+            text.cancel()
+        if chance.random() < 0.2:
+            engine.drop_to(chance.choice(WIDTHS))
+    scheduler.close(wait=chance.random() < 0.5)
+    for text in texts:
+        try:
+            assert all(0 <= token.id < engine.weights.model.shape.vocabulary for token in text)
+        except OtaroError as error:
+            check_sentence(str(error))
+        assert text.finish_reason is not None
+
+
 def run_engine(folder: Path, chance: random.Random) -> None:
     from otaro.engine.engine import Engine
-    from otaro.engine.native import Session
+    from otaro.engine.session import Session, Work
     from otaro.errors import OtaroError
     from otaro.ops import cpu
     from otaro.precision import Precision
@@ -154,10 +188,11 @@ def run_engine(folder: Path, chance: random.Random) -> None:
         progressive=chance.random() < 0.1,
     )
     cache = chance.choice((None, None, *Precision))
-    engine._session = Session(engine.weights.model, engine.context, isa=chance.choice(cpu.isas()), cache=cache)
+    engine._session = Session(engine.weights.model, engine.context, cache=cache)
+    engine._work = Work(engine.weights.model, isa=chance.choice(cpu.isas()))
     for _ in range(chance.choice((1, 1, 2, 3))):
         try:
-            run_prompt(engine, chance)
+            (run_together if chance.random() < 0.3 else run_prompt)(engine, chance)
         except OtaroError as error:
             check_sentence(str(error))
     engine.finish_loading()

@@ -8,6 +8,7 @@
 //
 // Exit code 0 and a line of counts, or a line that says what differed.
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -128,23 +129,44 @@ struct Model {
     ~Model() { otaro_model_destroy(handle); }
 };
 
+otaro_entry entry_of(otaro_session* session, const std::vector<int32_t>& tokens, int64_t position,
+                     const std::vector<uint8_t>& widths) {
+    otaro_entry entry{};
+    entry.session = session;
+    entry.tokens = tokens.data();
+    entry.tokens_bytes = static_cast<int64_t>(tokens.size() * sizeof(int32_t));
+    entry.count = static_cast<int64_t>(tokens.size());
+    entry.position = position;
+    entry.mantissa = widths.data();
+    entry.mantissa_bytes = static_cast<int64_t>(widths.size());
+    entry.top = -1;
+    return entry;
+}
+
+// A text, with a work of its own to run it alone.
 struct Session {
     otaro_session* handle = nullptr;
+    otaro_work* work = nullptr;
 
     Session(const Model& model, int isa, int cache = 0) {
-        require(otaro_session_create(model.handle, kContext, cache, isa, &handle) == OTARO_OK, "session_create");
+        require(otaro_session_create(model.handle, kContext, cache, &handle) == OTARO_OK, "session_create");
+        require(otaro_work_create(model.handle, isa, &work) == OTARO_OK, "work_create");
     }
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
-    ~Session() { otaro_session_destroy(handle); }
+    ~Session() {
+        otaro_work_destroy(work);
+        otaro_session_destroy(handle);
+    }
 
     std::vector<float> run(const std::vector<int32_t>& tokens, int64_t position, int width, int threads) {
         const std::vector<uint8_t> widths(kLayers + 2, static_cast<uint8_t>(width));
         std::vector<float> logits(tokens.size() * kVocabulary);
-        const int64_t count = static_cast<int64_t>(tokens.size());
-        require(otaro_session_run(handle, tokens.data(), count * 4, count, position, widths.data(), kLayers + 2,
-                                  logits.data(), static_cast<int64_t>(logits.size() * 4), count, threads) == OTARO_OK,
-                "session_run");
+        otaro_entry entry = entry_of(handle, tokens, position, widths);
+        entry.rows = entry.count;
+        entry.logits = logits.data();
+        entry.logits_bytes = static_cast<int64_t>(logits.size() * sizeof(float));
+        require(otaro_run(work, &entry, sizeof entry, 1, threads) == OTARO_OK && entry.result == OTARO_OK, "run");
         return logits;
     }
 
@@ -161,6 +183,84 @@ struct Session {
         return logits;
     }
 };
+
+// Texts of several widths in one work, by pieces and by tokens, some left out midway by another thread: what is left is
+// what they are alone. The number of tokens picked.
+int64_t together(const Model& model, int isa, int threads) {
+    constexpr int kTexts = 5;
+    constexpr int64_t kLength = 40;
+    Random random(11);
+    otaro_work* work = nullptr;
+    require(otaro_work_create(model.handle, isa, &work) == OTARO_OK, "work_create");
+    int64_t count = 0;
+    otaro_sampling sampling{0.9, 0.9, 0, 1.1, 0, 5};
+    std::vector<std::vector<int32_t>> expected(kTexts);
+    for (int round = 0; round < 4; ++round) { // the first one alone
+        std::vector<otaro_session*> sessions(kTexts);
+        std::vector<std::vector<int32_t>> texts(kTexts);
+        std::vector<int64_t> held(kTexts, 0);
+        std::vector<int32_t> cancel(kTexts, 0), picked(kTexts, 0);
+        for (int i = 0; i < kTexts; ++i) {
+            require(otaro_session_create(model.handle, kContext, i % 2 ? 4 : 0, &sessions[i]) == OTARO_OK, "session");
+            for (int j = 0; j < 3 + 4 * i; ++j) texts[i].push_back((7 * i + j) % kVocabulary);
+        }
+        std::thread canceller([&] {
+            while (round == 3) {
+                __atomic_store_n(&cancel[2], 1, __ATOMIC_RELAXED);
+                std::this_thread::yield();
+                __atomic_store_n(&cancel[2], 0, __ATOMIC_RELAXED);
+                std::this_thread::yield();
+                if (__atomic_load_n(&cancel[0], __ATOMIC_RELAXED) != 0) break;
+            }
+        });
+        for (int step = 0; step < 400; ++step) {
+            std::vector<otaro_entry> entries;
+            std::vector<std::vector<int32_t>> tokens(kTexts);
+            std::vector<std::vector<uint8_t>> widths(kTexts);
+            std::vector<int> which;
+            for (int i = 0; i < kTexts; ++i) {
+                const int64_t known = static_cast<int64_t>(texts[i].size());
+                if (known >= kLength || (round == 0 && !which.empty()) || random.engine() % 4 == 0) continue;
+                const int64_t piece = known - held[i] > 3 ? 3 : known - held[i];
+                tokens[i].assign(texts[i].begin() + held[i], texts[i].begin() + held[i] + piece);
+                widths[i].assign(kLayers + 2, static_cast<uint8_t>(3 + i));
+                otaro_entry entry = entry_of(sessions[i], tokens[i], held[i], widths[i]);
+                entry.rows = held[i] + piece == known ? 1 : 0;
+                entry.sampling = &sampling;
+                entry.picked = &picked[i];
+                entry.picked_bytes = sizeof(int32_t);
+                entry.cancel = i == 2 ? &cancel[2] : nullptr;
+                entries.push_back(entry);
+                which.push_back(i);
+            }
+            if (entries.empty()) continue;
+            const int64_t number = static_cast<int64_t>(entries.size());
+            require(otaro_run(work, entries.data(), number * static_cast<int64_t>(sizeof(otaro_entry)), number,
+                              round == 0 ? 1 : threads) == OTARO_OK,
+                    "run of several texts");
+            for (size_t j = 0; j < entries.size(); ++j) {
+                const int i = which[j];
+                if (entries[j].result == OTARO_CANCELLED) continue;
+                held[i] += entries[j].count;
+                if (entries[j].picked_count == 0) continue;
+                texts[i].push_back(picked[i]);
+                ++count;
+            }
+        }
+        __atomic_store_n(&cancel[0], 1, __ATOMIC_RELAXED);
+        canceller.join();
+        for (int i = 0; i < kTexts; ++i) {
+            otaro_session_destroy(sessions[i]);
+            if (round == 0) expected[i] = texts[i];
+            const size_t same = std::min(expected[i].size(), texts[i].size());
+            require(
+                std::equal(texts[i].begin(), texts[i].begin() + static_cast<std::ptrdiff_t>(same), expected[i].begin()),
+                "a text in company is another one");
+        }
+    }
+    otaro_work_destroy(work);
+    return count;
+}
 
 // ---- instruction sets -------------------------------------------------------------------------------------------------
 
@@ -289,6 +389,7 @@ int compare() {
         for (const int64_t window : {0, 5}) {
             for (unsigned seed = 0; seed < 4; ++seed) {
                 const Model model(seed, window);
+                together(model, isa, 2);
                 for (int width = 3; width <= 8; ++width) {
                     const std::vector<int32_t> tokens{3, 14, 15, 9, 26, 5, 35, 8, 9, 79, 3, 2, 38, 4, 62, 64, 33, 1, 0};
                     const std::vector<float> expected = Session(model, OTARO_REFERENCE).run(tokens, 0, width, 1);
@@ -348,6 +449,7 @@ int threads() {
             });
         }
     }
+    workers.emplace_back([&] { require(together(*models[1], OTARO_AUTO, 2) > 100, "too few tokens"); });
     workers.emplace_back([&] { // one that is told to stop, again and again
         Session session(*models[0], OTARO_AUTO);
         while (!over.load()) {

@@ -22,7 +22,8 @@ from pathlib import Path
 from otaro.checkpoint.folder import PackedFolder
 from otaro.checkpoint.layout import Entry, parts
 from otaro.engine.architecture import read_shape
-from otaro.engine.native import Model, free_heap, session_size
+from otaro.engine.native import Model, free_heap
+from otaro.engine.session import session_size
 from otaro.engine.weights import packed_size, read_config
 from otaro.errors import OtaroError
 from otaro.precision import NARROWEST, Precision

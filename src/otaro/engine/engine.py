@@ -2,8 +2,8 @@
 
 One copy of the weights serves every width, so a switch is the choice of how many planes to read, made anew for each
 token. The keys and values of tokens stay as they were computed. Results do not depend on the number of threads nor on
-how many tokens are run at a time, so a text continued token by token, in a batch or by speculation is the same to
-the bit.
+what is run together, so a text continued token by token, beside others or by speculation is the same to the bit.
+An engine continues one text at a time; `scheduler` runs many on the same weights.
 
 Speculation guesses a few tokens and lets the wanted width run all of them in one reading of the weights, which takes
 little longer than running one. Tokens are picked from its logits one after another as ever, until one differs from the
@@ -24,10 +24,11 @@ from typing import Any, TypedDict, Unpack
 
 import numpy
 
-from otaro.engine.live import LiveWeights
-from otaro.engine.native import Logits, Session
+from otaro.engine.live import FairLock, LiveWeights
+from otaro.engine.native import Logits, check
 from otaro.engine.numbers import MOST_CONTEXT, MOST_THREADS, shown, token_ids, whole
-from otaro.engine.sampling import Sampler, Sampling
+from otaro.engine.sampling import CSampling, Sampling, c_sampling
+from otaro.engine.session import Session, Step, Work
 from otaro.engine.speculation import (
     MARGIN,
     MOST_DRAFTS,
@@ -49,6 +50,8 @@ DEFAULT_CONTEXT = 8192
 FLOAT16 = "float16"
 PREFILL_TOKENS = 256
 """Prompt tokens run between two looks at whether to stop."""
+MOST_WIDTHS = 256
+"""Choices of widths that are remembered."""
 
 
 class TextSettings(TypedDict, total=False):
@@ -68,6 +71,8 @@ class TextSettings(TypedDict, total=False):
     """Gets the width before the first token, and whenever another one is in use."""
 
 
+Overrides = tuple[tuple[str, Precision], ...]
+"""Patterns of layers and their widths."""
 Widths = bytes | Callable[[], bytes]
 """The width of each part of a model, as `Weights.widths` gives it, or how to find it when tokens are run."""
 
@@ -85,7 +90,8 @@ class Engine:
     `width`, the one in use, rises with them up to `precision`, or to what that is set to meanwhile.
 
     `context` is how many tokens a text may have, at most the model's own limit. One text runs at a time: a second
-    caller waits until the first one's iterator has ended or is closed. Precision and planes may change meanwhile.
+    caller waits until the first one's iterator has ended or is closed. Precision and planes may change meanwhile, and
+    a `Scheduler` may run others: its calls and those of this text then take turns.
 
     Keys and values are kept as float16, or with `kv_cache` a precision, as SEFP codes of that width.
     """
@@ -113,7 +119,10 @@ class Engine:
         if context is not None and whole("context", context, 1, MOST_CONTEXT) > limit:
             raise OtaroError(f"a context of {context} tokens is not possible: the model's own is {limit}")
         self.context = int(context or min(limit, DEFAULT_CONTEXT))
-        self._session = Session(self.weights.model, self.context, cache=self.kv_cache)
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._session = self.new_session(self.context)
+        self._work = Work(self.weights.model)  # used by whoever holds `running`
+        self._chosen: dict[tuple[Precision, Overrides], bytes] = {}
         self._held: list[int] = []
         self._text = threading.Lock()  # held while a text is run, between its tokens too
         self._text_thread: int | None = None
@@ -164,18 +173,34 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes of memory: `weights`, `cache` (keys and values of the text so far), `work`; and `full_cache`.
 
-        The cache grows with the text and reaches `full_cache` when the context is full. What Python and its libraries
-        take besides is not in here.
+        The cache grows with the text and reaches `full_cache` when the context is full; the texts of a scheduler count
+        as well. What Python and its libraries take besides is not in here.
         """
-        cache, full_cache, work = self._session.nbytes
-        with self._live.running:
-            weights = self.weights.nbytes
+        with self.running:
+            sizes = [session.nbytes for session in list(self._sessions)]
+            weights, work = self.weights.nbytes, self._work.nbytes
+        cache, full_cache = (sum(size) for size in zip(*sizes, strict=True))
         return {"weights": weights, "cache": cache, "full_cache": full_cache, "work": work}
+
+    @property
+    def running(self) -> FairLock:
+        """To be held while widths are looked up and texts are run at them; planes come and go in between."""
+        return self._live.running
+
+    def run_steps(self, steps: Sequence[Step]) -> None:
+        """Run steps of several texts at once; hold `running`."""
+        self._work.run(steps, threads=self.threads)
+
+    def new_session(self, context: int) -> Session:
+        """Room for the keys and values of one more text."""
+        session = Session(self.weights.model, context, cache=self.kv_cache)
+        self._sessions.add(session)
+        return session
 
     def logits(self, tokens: Sequence[int], precision: Precision | str | None = None) -> Logits:
         """The logits after each token of a text, [tokens, vocabulary]."""
         ids = token_ids(tokens)
-        self._check_prompt(ids, 0)
+        self.check_prompt(ids, 0)
         with self._turn():
             self._held = []
             self._session.expect(len(ids))
@@ -226,17 +251,18 @@ class Engine:
         With `reuse`, what the prompt shares with the text before is not run again. Closing the iterator stops.
         """
         text = token_ids(prompt)
-        self._check_prompt(text, whole("max_new_tokens", max_new_tokens, 1, MOST_CONTEXT))
+        self.check_prompt(text, whole("max_new_tokens", max_new_tokens, 1, MOST_CONTEXT))
         wanted, reading = self._widths(None, overrides), self._widths(prefill, overrides)
         drafting = None if draft is None else self._widths(draft)
         ends = frozenset(token_ids(end))
-        return self._tokens(text, int(max_new_tokens), Sampler(sampling), wanted, reading, drafting, ends, reuse)
+        drawn = c_sampling(sampling)
+        return self._tokens(text, int(max_new_tokens), drawn, wanted, reading, drafting, ends, reuse)
 
     def _tokens(
         self,
         text: list[int],
         max_new_tokens: int,
-        sampler: Sampler,
+        sampling: CSampling,
         widths: Widths,
         prefill: Widths,
         draft: Widths | None,
@@ -246,8 +272,7 @@ class Engine:
         with self._turn():
             limit = len(text) + max_new_tokens
             self._session.expect(limit)
-            logits = self._prefill(text, prefill, reuse)
-            fresh = [sampler.pick(logits, text)]
+            fresh = self._prefill(text, sampling, prefill, reuse)
             guessing, self.speculation = (Repetition(), Rests()), Counts()
             while True:
                 for token in fresh:
@@ -260,9 +285,9 @@ class Engine:
                         return
                 room = limit - len(text) - 1
                 if draft is None or room < 1:
-                    fresh = [sampler.pick(self.run(text[-1:], len(text) - 1, widths)[0], text)]
+                    fresh = self._pick(text[-1:], len(text) - 1, widths, sampling)
                 else:
-                    fresh = self._speculate(text, sampler, widths, draft, guessing, room)
+                    fresh = self._speculate(text, sampling, widths, draft, guessing, room)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -276,25 +301,34 @@ class Engine:
             self._text_thread = None
             self._text.release()
 
-    def _prefill(self, text: list[int], widths: Widths, reuse: bool) -> Logits:
-        """Run all of a prompt that is not held already; the last token's logits."""
+    def _prefill(self, text: list[int], sampling: CSampling, widths: Widths, reuse: bool) -> list[int]:
+        """Run all of a prompt that is not held already; the token after it."""
         done = 0
         if reuse:
             shared = min(len(text) - 1, len(self._held), self._session.length)
             done = next((i for i in range(shared) if text[i] != self._held[i]), shared)
         self._held = text  # the list itself: it grows as the text does
-        logits = numpy.empty((1, 0), dtype=numpy.float32)
-        while done < len(text):
-            part = text[done : done + PREFILL_TOKENS]
-            last = done + len(part) == len(text)
-            logits = self.run(part, done, widths, logits=1 if last else 0)
-            done += len(part)
-        return logits[0]
+        while len(text) - done > PREFILL_TOKENS:
+            self.run(text[done : done + PREFILL_TOKENS], done, widths, logits=0)
+            done += PREFILL_TOKENS
+        return self._pick(text[done:], done, widths, sampling, rows=1)
+
+    def _pick(
+        self, tokens: Sequence[int], position: int, widths: Widths, sampling: CSampling, rows: int | None = None
+    ) -> list[int]:
+        """Run tokens, of which the last `rows` (all, if left out) but one are guesses; the tokens that follow."""
+        ids = numpy.array(self._session.checked(tokens, position, len(tokens)), dtype=numpy.int32)
+        with self.running:
+            chosen = widths if isinstance(widths, bytes) else widths()
+            step = Step(self._session, ids, position, chosen, len(ids) if rows is None else rows, sampling)
+            self.run_steps([step])
+        check(step.failed)
+        return step.picked
 
     def _speculate(
         self,
         text: list[int],
-        sampler: Sampler,
+        sampling: CSampling,
         widths: Widths,
         draft: Widths,
         guessing: tuple[Repetition, Rests],
@@ -307,14 +341,8 @@ class Engine:
         repeated = bool(guesses)
         if not repeated and rests.over():
             guesses = self._draft(text[-1], start, draft, min(MOST_DRAFTS, room))
-        rows = self.run([text[-1], *guesses], start, widths, logits=len(guesses) + 1)
-        fresh: list[int] = []
-        for logits, guess in zip(rows, [*guesses, None], strict=True):
-            fresh.append(sampler.pick(logits, text + fresh))
-            if fresh[-1] != guess:
-                break
+        fresh = self._pick([text[-1], *guesses], start, widths, sampling)
         right = len(fresh) - 1
-        self._session.length = start + 1 + right  # behind lie guesses that did not hold
         counts.checks += 1
         if repeated:
             repetition.learn(len(guesses), right)
@@ -328,35 +356,52 @@ class Engine:
 
     def _draft(self, token: int, position: int, widths: Widths, most: int) -> list[int]:
         rows = -(-self.weights.model.shape.vocabulary // VOCABULARY_PART)
-        with self._live.running:
+        with self.running:
             chosen = widths if isinstance(widths, bytes) else widths()
-            return self._session.draft(
-                token, position, chosen, most=most, rows=rows, margin=MARGIN, threads=self.threads
+            return self._work.draft(
+                self._session, token, position, chosen, most=most, rows=rows, margin=MARGIN, threads=self.threads
             )
 
     def run(self, tokens: Sequence[int], position: int, widths: Widths, logits: int = 1) -> Logits:
         """Run tokens at a position; the last rows of logits. For measuring: `tokens` is what continues a text."""
-        with self._live.running:
+        with self.running:
             chosen = widths if isinstance(widths, bytes) else widths()
-            return self._session.run(tokens, position, chosen, threads=self.threads, logits=logits)
+            return self._work.logits(self._session, tokens, position, chosen, threads=self.threads, rows=logits)
 
     def _widths(
         self, precision: Precision | str | None, overrides: Mapping[str, Precision | str] | None = None
     ) -> Callable[[], bytes]:
         """The widths of a precision, or of the one in use, when they are needed: an error now, and not then."""
         fixed = None if precision is None else Precision(precision)
-        named = {pattern: Precision(width) for pattern, width in (overrides or {}).items()}
-        for width in (*named.values(), *(() if fixed is None else (fixed,))):
-            self._live.check(width)
-        self.weights.widths(NARROWEST, dict.fromkeys(named, NARROWEST))
+        named = self.check_widths(fixed, overrides)
 
         def now() -> bytes:
-            self.used = self._live.at(fixed or self.precision)
-            return self.weights.widths(self.used, {pattern: self._live.at(width) for pattern, width in named.items()})
+            self.used, widths = self.widths_now(fixed, named)
+            return widths
 
         return now
 
-    def _check_prompt(self, prompt: Sequence[int], new: int) -> None:
+    def check_widths(self, precision: Precision | None, overrides: Mapping[str, Precision | str] | None) -> Overrides:
+        """The overrides, if these widths are there or were to come and the layers are the model's; else an error."""
+        named = tuple((pattern, Precision(width)) for pattern, width in (overrides or {}).items())
+        for width in (*(width for _, width in named), *(() if precision is None else (precision,))):
+            self._live.check(width)
+        self.weights.widths(NARROWEST, {pattern: NARROWEST for pattern, _ in named})
+        return named
+
+    def widths_now(self, precision: Precision | None, overrides: Overrides = ()) -> tuple[Precision, bytes]:
+        """The width in use for a precision, `self.precision` if it is None, and that of each part; hold `running`."""
+        used = self._live.at(precision or self.precision)
+        named = tuple((pattern, self._live.at(width)) for pattern, width in overrides)
+        key = (used, named)
+        if key not in self._chosen:
+            if len(self._chosen) == MOST_WIDTHS:
+                self._chosen.clear()
+            self._chosen[key] = self.weights.widths(used, dict(named))
+        return used, self._chosen[key]
+
+    def check_prompt(self, prompt: Sequence[int], new: int) -> None:
+        """An error if there is no prompt, or no room for it and for so many new tokens."""
         if len(prompt) == 0:
             raise OtaroError(NO_TOKENS)
         check_room(len(prompt), new, self.context)

@@ -19,12 +19,39 @@ from otaro.engine.weights import Weights
 from otaro.precision import NARROWEST, Precision
 
 
+class FairLock:
+    """A lock that its holder may take again, and that whoever has waited gets before who lets it go and comes back.
+
+    A thread that runs token after token would otherwise keep all others waiting.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._next = threading.RLock(), threading.Lock()
+        self._holder: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._holder == threading.get_ident():
+            self._lock.acquire()
+        else:
+            with self._next:  # held by the one who waits for the lock: who comes back waits behind
+                self._lock.acquire()
+        self._holder = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._holder = None
+        self._lock.release()
+
+
 class LiveWeights:
     """Weights whose planes come and go. `close` them, or their background thread goes on."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.running = threading.RLock()
+        self.running = FairLock()
         self._changing = threading.Lock()
         self._asked = weights.loaded
         self._limit = weights.loaded  # how far planes are or will be there

@@ -1,4 +1,4 @@
-"""The C++ engine through ctypes: matrices re-laid for multiplication, models of them, sessions that run a model.
+"""The C++ engine through ctypes: matrices re-laid for multiplication, and models of them.
 
 Objects own their native counterparts and free them when they go. Sizes are checked on the other side; what it refuses
 becomes one clear error here. A call lets other threads of Python run meanwhile.
@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otaro.engine.numbers import MOST_CONTEXT, shown, token_ids, whole
 from otaro.engine.shape import MatrixRole, Shape, VectorRole
 from otaro.errors import OtaroError, PrecisionError
 from otaro.ops import cpu
@@ -29,7 +28,8 @@ from otaro.sefp import Format
 Logits = NDArray[numpy.float32]
 
 _INT, _LONG, _DATA = cpu.INT, cpu.LONG, ctypes.c_void_p
-_INDEX, _PLANES, _NO_MEMORY = 4, 6, 7
+_NOT_FINITE, _PLANES, _NO_MEMORY, CANCELLED = 3, 6, 7, 9
+NOT_FINITE = "the model's logits are not finite: the packed weights are broken, see otaro verify"
 NOT_LOADED = "that precision is not loaded: raise the model to it first"
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "otaro_arena_create": (_LONG, _DATA),
@@ -45,16 +45,24 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "otaro_model_destroy": (_DATA,),
     "otaro_model_set_matrix": (_DATA, _LONG, _INT, _DATA),
     "otaro_model_set_vector": (_DATA, _LONG, _INT, _DATA, _LONG),
-    "otaro_session_create": (_DATA, _LONG, _INT, _INT, _DATA),
+    "otaro_session_create": (_DATA, _LONG, _INT, _DATA),
     "otaro_session_destroy": (_DATA,),
-    "otaro_session_set_fine": (_DATA, _INT),
-    "otaro_session_size": (_DATA, _INT, _LONG, _INT, _INT, _DATA, _DATA),
+    "otaro_session_bytes": (_DATA, _DATA, _DATA),
     "otaro_session_release": (_DATA, _LONG),
-    "otaro_session_bytes": (_DATA, _DATA, _DATA, _DATA),
+    "otaro_session_copy": (_DATA, _DATA, _LONG),
     "otaro_cache_round": (_INT, _DATA, _LONG, _LONG, _LONG, _DATA, _LONG, _INT),
-    "otaro_session_draft": (_DATA, _INT, _LONG, _DATA, _LONG, _LONG, ctypes.c_float, _DATA, _LONG, _DATA, _INT),
+    "otaro_work_create": (_DATA, _INT, _DATA),
+    "otaro_work_destroy": (_DATA,),
+    "otaro_work_set_fine": (_DATA, _INT),
+    "otaro_work_bytes": (_DATA, _DATA),
+    "otaro_size": (_DATA, _INT, _LONG, _INT, _INT, _DATA, _DATA),
+    "otaro_run": (_DATA, _DATA, _LONG, _LONG, _INT),
+    "otaro_draft": (_DATA, _DATA, _INT, _LONG, _DATA, _LONG, _LONG, ctypes.c_float, _DATA, _LONG, _DATA, _INT),
+    "otaro_sample": (
+        *(_DATA, _DATA, _LONG, _LONG, _DATA, _LONG, _LONG, ctypes.c_uint64),
+        *(_DATA, _LONG, _DATA, _LONG, _DATA, _LONG, _INT),
+    ),
     "otaro_read": (_DATA, _LONG, _DATA, _INT),
-    "otaro_session_run": (_DATA, _DATA, _LONG, _LONG, _LONG, _DATA, _LONG, _DATA, _LONG, _LONG, _INT),
 }
 
 
@@ -75,7 +83,7 @@ class Arena:
     """Room for planes that come and go together, in one piece: it goes back to the system with the last of them."""
 
     def __init__(self, nbytes: int) -> None:
-        self.handle = _create(self, "otaro_arena", nbytes)
+        self.handle = create(self, "otaro_arena", nbytes)
 
 
 class Matrix:
@@ -89,27 +97,27 @@ class Matrix:
         self.group_size = format.group_size
         self._threads = threads
         format_ = cpu.c_format(format)
-        self.handle = _create(self, "otaro_matrix", ctypes.byref(format_), rows, self.columns)
+        self.handle = create(self, "otaro_matrix", ctypes.byref(format_), rows, self.columns)
         contiguous = Planes(planes.base.contiguous(), (), planes.scale.contiguous())
         home = None if arena is None else arena.handle
-        _check(_library().otaro_matrix_set_base(self.handle, ctypes.byref(cpu.c_planes(contiguous)), home, threads))
+        check(library().otaro_matrix_set_base(self.handle, ctypes.byref(cpu.c_planes(contiguous)), home, threads))
         for bit, plane in enumerate(planes.bits, NARROWEST.mantissa + 1):
             self.set_bit(bit, plane, arena)
 
     def set_bit(self, bit: int, plane: Tensor, arena: Arena | None = None) -> None:
         """Take in the plane of one more bit."""
         data, home = plane.contiguous(), None if arena is None else arena.handle
-        _check(_library().otaro_matrix_set_bit(self.handle, bit, data.data_ptr(), data.numel(), home, self._threads))
+        check(library().otaro_matrix_set_bit(self.handle, bit, data.data_ptr(), data.numel(), home, self._threads))
 
     def drop_bit(self, bit: int) -> None:
         """Free the plane of a bit, if it is there."""
-        _check(_library().otaro_matrix_set_bit(self.handle, bit, None, 0, None, 1))
+        check(library().otaro_matrix_set_bit(self.handle, bit, None, 0, None, 1))
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory of the planes that are there."""
         value = ctypes.c_int64()
-        _check(_library().otaro_matrix_bytes(self.handle, ctypes.byref(value)))
+        check(library().otaro_matrix_bytes(self.handle, ctypes.byref(value)))
         return value.value
 
     def multiply(
@@ -120,11 +128,11 @@ class Matrix:
         if x.dim() != 2 or x.shape[1] != self.columns:
             raise ValueError(f"x is of shape {list(x.shape)}: expected [rows, {self.columns}]")
         y = torch.empty((x.shape[0], self.rows))
-        error = _library().otaro_matrix_multiply(
+        error = library().otaro_matrix_multiply(
             *(self.handle, precision.mantissa, x.data_ptr(), 4 * x.numel(), x.shape[0], None, 0),
             *(y.data_ptr(), 4 * y.numel(), fine, threads, cpu.isa_number(isa)),
         )
-        _check(error, f"precision {precision} is not loaded")
+        check(error, f"precision {precision} is not loaded")
         return y
 
 
@@ -142,7 +150,7 @@ class Model:
             *(frequency.ctypes.data, frequency.nbytes, window.ctypes.data, window.nbytes),
         )
         self.matrices: dict[tuple[int, MatrixRole], Matrix] = {}
-        self.handle = _create(self, "otaro_model", ctypes.byref(config))
+        self.handle = create(self, "otaro_model", ctypes.byref(config))
 
     def set_matrix(self, layer: int, role: MatrixRole, matrix: Matrix) -> None:
         other = next((held.group_size for held in self.matrices.values()), matrix.group_size)
@@ -150,133 +158,22 @@ class Model:
             raise OtaroError(
                 f"groups of {matrix.group_size} and of {other} weights cannot run in one model: pack all of it alike"
             )
-        _check(_library().otaro_model_set_matrix(self.handle, layer, role, matrix.handle))
+        check(library().otaro_model_set_matrix(self.handle, layer, role, matrix.handle))
         self.matrices[layer, role] = matrix
 
     def set_vector(self, layer: int, role: VectorRole, values: Tensor) -> None:
         data = values.to(torch.float32).contiguous()
-        _check(_library().otaro_model_set_vector(self.handle, layer, role, data.data_ptr(), 4 * data.numel()))
-
-
-class Session:
-    """Keys and values of one text, and the running of a model over it.
-
-    Keys and values are kept as float16, or as SEFP codes of the width `cache`. With `fine` every product takes its
-    activations in 16 bits, for measuring.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        context: int,
-        *,
-        cache: Precision | None = None,
-        fine: bool = False,
-        isa: str | None = None,
-    ) -> None:
-        self.context = whole("context", context, 1, MOST_CONTEXT)
-        self.length = 0
-        """Tokens whose keys and values are held."""
-        self._longest = 0  # of the texts since memory was last given back
-        self._model = model
-        width = 0 if cache is None else cache.mantissa
-        self.handle = _create(self, "otaro_session", model.handle, context, width, cpu.isa_number(isa))
-        _check(_library().otaro_session_set_fine(self.handle, fine))
-
-    @property
-    def nbytes(self) -> tuple[int, int, int]:
-        """Bytes that keys and values take now, that they take once the context is full, and of all the rest."""
-        sizes = [ctypes.c_int64() for _ in range(3)]
-        _check(_library().otaro_session_bytes(self.handle, *map(ctypes.byref, sizes)))
-        cache, whole_cache, work = (size.value for size in sizes)
-        return cache, whole_cache, work
-
-    def run(self, tokens: Sequence[int], position: int, widths: bytes, *, threads: int, logits: int = 1) -> Logits:
-        """Run tokens from a position on, forgetting what lay there and behind; the last rows of logits.
-
-        `widths` holds the mantissa bits of the embedding, of each layer and of the head.
-        """
-        ids = numpy.array(self._checked(tokens, position, len(tokens)), dtype=numpy.int32)
-        rows = whole("the number of logits", logits, 0, len(ids))
-        result = numpy.empty((rows, self._model.shape.vocabulary), dtype=numpy.float32)
-        self.length = min(self.length, position)
-        error = _library().otaro_session_run(
-            *(self.handle, ids.ctypes.data, ids.nbytes, len(ids), position, widths, len(widths)),
-            *(result.ctypes.data, result.nbytes, rows, threads),
-        )
-        _check(error, NOT_LOADED)
-        self.length = position + len(ids)
-        self._longest = max(self._longest, self.length)
-        return result
-
-    def expect(self, length: int) -> None:
-        """Give memory back if the text at hand will be no longer than this, and one before it was twice as long.
-
-        Where texts are of about one size it is kept for the next one.
-        """
-        if 2 * length <= self._longest:
-            _check(_library().otaro_session_release(self.handle, length))
-            self.length, self._longest = min(self.length, length), length
-
-    def draft(
-        self, token: int, position: int, widths: bytes, *, most: int, rows: int, margin: float, threads: int
-    ) -> list[int]:
-        """Guess up to `most` tokens after a token, each the likeliest of the first `rows` of the vocabulary.
-
-        The guessing ends with a token that is ahead of the next likeliest by less than `margin`. What lay at the
-        position and behind is forgotten.
-        """
-        whole("the number of drafts", most, 1, MOST_CONTEXT)
-        self._checked([token], position, most)
-        drafts = (ctypes.c_int32 * most)()
-        count = ctypes.c_int64(most)
-        self.length = min(self.length, position)
-        error = _library().otaro_session_draft(
-            *(self.handle, token, position, widths, len(widths), rows, margin),
-            *(drafts, ctypes.sizeof(drafts), ctypes.byref(count), threads),
-        )
-        _check(error, NOT_LOADED)
-        return drafts[: count.value]
-
-    def _checked(self, tokens: Sequence[int], position: int, count: int) -> list[int]:
-        """The tokens, if they are of the vocabulary and `count` of them have room at the position."""
-        ids = token_ids(tokens)
-        whole("the position", position, 0, self.context)
-        vocabulary = self._model.shape.vocabulary
-        if position + count > self.context:
-            raise OtaroError(f"{position + count} tokens do not fit the context of {self.context}: shorten the text")
-        outside = next((token for token in ids if not 0 <= token < vocabulary), None)
-        if outside is not None:
-            raise OtaroError(
-                f"token {shown(outside)} is outside the vocabulary of {vocabulary}: use the model's tokenizer"
-            )
-        if position > self.length:
-            raise ValueError(f"position {position} leaves a gap: {self.length} tokens are held")
-        return ids
+        check(library().otaro_model_set_vector(self.handle, layer, role, data.data_ptr(), 4 * data.numel()))
 
 
 def matrix_size(shape: Sequence[int], format: Format, precision: Precision) -> int:
     """Bytes of memory that the planes of a matrix take which a width reads."""
     value = ctypes.c_int64()
     format_ = cpu.c_format(format)
-    _check(
-        _library().otaro_matrix_size(ctypes.byref(format_), *shape, precision.mantissa, ctypes.byref(value)),
+    check(
+        library().otaro_matrix_size(ctypes.byref(format_), *shape, precision.mantissa, ctypes.byref(value)),
     )
     return value.value
-
-
-def session_size(
-    model: Model, format: Format, context: int, *, cache: Precision | None = None, threads: int
-) -> tuple[int, int]:
-    """Bytes that a session would take once its context is full: keys and values, and all the rest.
-
-    The model may be without its matrices.
-    """
-    sizes = [ctypes.c_int64() for _ in range(2)]
-    width = 0 if cache is None else cache.mantissa
-    arguments = (model.handle, format.group_size, context, width, threads)
-    _check(_library().otaro_session_size(*arguments, *map(ctypes.byref, sizes)))
-    return sizes[0].value, sizes[1].value
 
 
 def free_heap() -> None:
@@ -288,7 +185,7 @@ def free_heap() -> None:
 def read(data: NDArray[numpy.uint64], threads: int) -> int:
     """Read an array once from end to end, each thread a part of its own; the sum of its words."""
     total = ctypes.c_uint64()
-    _check(_library().otaro_read(data.ctypes.data, data.nbytes, ctypes.byref(total), threads))
+    check(library().otaro_read(data.ctypes.data, data.nbytes, ctypes.byref(total), threads))
     return total.value
 
 
@@ -296,16 +193,17 @@ def round_keys(x: Tensor, precision: Precision, *, isa: str | None = None) -> Te
     """What a cache of a width gives back for keys or values, [rows, head dimension]."""
     x = x.to(torch.float32).contiguous()
     y = torch.empty_like(x)
-    error = _library().otaro_cache_round(
+    error = library().otaro_cache_round(
         *(precision.mantissa, x.data_ptr(), 4 * x.numel(), x.shape[0], x.shape[1]),
         *(y.data_ptr(), 4 * y.numel(), cpu.isa_number(isa)),
     )
-    _check(error)
+    check(error)
     return y
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The native library with the engine's functions declared."""
     loaded = cpu.library()
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
@@ -313,19 +211,22 @@ def _library() -> ctypes.CDLL:
     return loaded
 
 
-def _create(owner: object, kind: str, *arguments: Any) -> ctypes.c_void_p:
+def create(owner: object, kind: str, *arguments: Any) -> ctypes.c_void_p:
     """A new native object, destroyed together with its owner.
 
     Not when the program ends, though: threads that are no longer waited for may still be in a call that uses it.
     """
-    library = _library()
+    loaded = library()
     handle = ctypes.c_void_p()
-    _check(getattr(library, f"{kind}_create")(*arguments, ctypes.byref(handle)))
-    weakref.finalize(owner, getattr(library, f"{kind}_destroy"), handle).atexit = False
+    check(getattr(loaded, f"{kind}_create")(*arguments, ctypes.byref(handle)))
+    weakref.finalize(owner, getattr(loaded, f"{kind}_destroy"), handle).atexit = False
     return handle
 
 
-def _check(error: int, planes: str = "a plane is missing") -> None:
+def check(error: int, planes: str = "a plane is missing") -> None:
+    """The error that a call's code stands for, if it is one."""
+    if error == _NOT_FINITE:
+        raise OtaroError(NOT_FINITE)
     if error == _PLANES:
         raise PrecisionError(planes)
     if error == _NO_MEMORY:

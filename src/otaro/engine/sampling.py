@@ -3,23 +3,24 @@
 The likeliest at temperature 0; above it a draw from the softmax of logits / temperature, after what is unlikely has
 been taken out: all but the `top_k` likeliest, all beyond the fewest that together reach `top_p`, all below `min_p`
 times the likeliest. A repetition penalty above 1 makes tokens that are there already less likely, in both cases.
+
+Picking is done in native code (`csrc/sampling.cpp`). The random number for a token depends on the seed and on the
+token's position alone, so a text with a seed is the same alone, in company and with drafts.
 """
 
 from __future__ import annotations
 
-import math
+import ctypes
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
-from numpy.typing import NDArray
 
-from otaro.engine.native import Logits
+from otaro.engine.native import Logits, check, library
 from otaro.engine.numbers import is_finite, shown, whole
 from otaro.errors import OtaroError
-
-Probabilities = NDArray[numpy.float64]
+from otaro.ops import cpu
 
 
 @dataclass(frozen=True)
@@ -52,53 +53,48 @@ class Sampling:
             object.__setattr__(self, "seed", whole("seed", self.seed, 0, 2**64 - 1))
 
 
-class Sampler:
-    """Picks tokens; holds the state of the random numbers."""
+class CSampling(ctypes.Structure):
+    """The same for the native library."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self._random = numpy.random.default_rng(sampling.seed)
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("temperature", "top_p", "min_p", "repetition_penalty")),
+        ("top_k", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+    )
 
-    def pick(self, logits: Logits, history: Sequence[int]) -> int:
-        """The next token after `history`; logits that are not finite are an error."""
-        if not math.isfinite(float(logits.max()) - float(logits.min())):  # both of them NaN where any logit is
-            raise OtaroError("the model's logits are not finite: the packed weights are broken, see otaro verify")
-        if self.sampling.temperature == 0:
-            return int(self._penalized(logits, history).argmax())
-        return self.draw(self.distribution(logits, history))
 
-    def distribution(self, logits: Logits, history: Sequence[int]) -> Probabilities:
-        """The probability of every token; all of it on one at temperature 0."""
-        penalized = self._penalized(logits, history)
-        if self.sampling.temperature == 0:
-            certain = numpy.zeros(len(logits))
-            certain[penalized.argmax()] = 1.0
-            return certain
-        behind = penalized.astype(numpy.float64) - float(penalized.max())
-        with numpy.errstate(over="ignore"):  # next to no temperature: all but the likeliest are infinitely far behind
-            weights = numpy.exp(behind / self.sampling.temperature)
-        if 0 < self.sampling.top_k < len(weights):
-            kept = numpy.argpartition(weights, -self.sampling.top_k)[-self.sampling.top_k :]
-            mask = numpy.zeros(len(weights), dtype=bool)
-            mask[kept] = True
-            weights[~mask] = 0
-        if self.sampling.top_p < 1:
-            order = numpy.argsort(-weights, kind="stable")
-            sums = numpy.cumsum(weights[order])
-            count = int(numpy.searchsorted(sums, self.sampling.top_p * sums[-1])) + 1
-            weights[order[count:]] = 0
-        weights[weights < self.sampling.min_p * weights.max()] = 0
-        return weights / weights.sum()
+def c_sampling(sampling: Sampling) -> CSampling:
+    """For one text: without a seed it is another one each time."""
+    return CSampling(
+        *(sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.top_k),
+        secrets.randbits(64) if sampling.seed is None else sampling.seed,
+    )
 
-    def draw(self, probabilities: Probabilities) -> int:
-        sums = numpy.cumsum(probabilities)
-        return int(numpy.searchsorted(sums, self._random.random() * sums[-1], side="right"))
 
-    def _penalized(self, logits: Logits, history: Sequence[int]) -> NDArray[numpy.floating[Any]]:
-        penalty = self.sampling.repetition_penalty
-        if penalty == 1 or not history:
-            return logits
-        seen = numpy.unique(numpy.array(history))
-        penalized = logits.astype(numpy.float64)
-        penalized[seen] = numpy.where(penalized[seen] > 0, penalized[seen] / penalty, penalized[seen] * penalty)
-        return penalized
+def sample(
+    sampling: CSampling,
+    logits: Logits,
+    history: Sequence[int] = (),
+    *,
+    position: int | None = None,
+    top: int | None = None,
+    isa: str | None = None,
+) -> tuple[int, float | None, list[tuple[int, float]]]:
+    """The token after `history`, and with `top` its log-probability and the likeliest tokens with theirs.
+
+    `position` is the token's own, the length of `history` if left out. Texts that are run have their tokens picked in
+    the same call (`Work.run`); this is for logits from elsewhere.
+    """
+    row = numpy.ascontiguousarray(logits, dtype=numpy.float32)
+    before = numpy.array(history, dtype=numpy.int32)
+    token, count = ctypes.c_int32(), -1 if top is None else top
+    logprobs, tops = (ctypes.c_float * (1 + max(count, 0)))(), (ctypes.c_int32 * max(count, 1))()
+    error = library().otaro_sample(
+        *(ctypes.byref(sampling), row.ctypes.data, row.nbytes, len(row), before.ctypes.data, before.nbytes),
+        *(len(before), len(before) if position is None else position, ctypes.byref(token), count),
+        *(logprobs, ctypes.sizeof(logprobs), tops, ctypes.sizeof(tops), cpu.isa_number(isa)),
+    )
+    check(error)
+    if top is None:
+        return token.value, None, []
+    return token.value, logprobs[0], list(zip(tops[:top], logprobs[1:], strict=True))

@@ -17,7 +17,7 @@ from torch import Tensor
 from otaro import convert
 from otaro.engine.architecture import open_native
 from otaro.engine.engine import usable_cores
-from otaro.engine.native import Session
+from otaro.engine.session import Session, Work
 from otaro.engine.weights import Weights
 from otaro.errors import OtaroError
 from otaro.evaluate.perplexity import POSITIONS_PER_SLICE
@@ -94,6 +94,7 @@ class NativeBackend:
         self._threads = usable_cores()
         self._weights = Weights(folder, precision, threads=self._threads, progress=progress)
         self._sessions: dict[Precision, Session] = {}
+        self._work = Work(self._weights.model, fine=True)
         self.config = self._weights.config
 
     def logits(self, tokens: Tensor, widths: Sequence[Width]) -> Iterator[tuple[int, Width, Tensor]]:
@@ -108,9 +109,10 @@ class NativeBackend:
         assert width is not None, "a packed model has no full precision"
         session = self._sessions.get(width)
         if session is None or session.context < longest:
-            session = self._sessions[width] = Session(self._weights.model, longest, fine=True)
+            session = self._sessions[width] = Session(self._weights.model, longest)
         widths = self._weights.widths(width)
-        return torch.from_numpy(session.run(tokens, position, widths, threads=self._threads, logits=rows))
+        logits = self._work.logits(session, tokens, position, widths, threads=self._threads, rows=rows)
+        return torch.from_numpy(logits)
 
 
 def open_backend(

@@ -25,7 +25,7 @@ from otaro.packing import Planes, padded_columns, plane_shapes
 from otaro.precision import NARROWEST, WIDEST, Precision
 from otaro.sefp import Codes, Format, Tiers
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 LIBRARY_NAME = "libotaro_core.so"
 LIBRARY_VARIABLE = "OTARO_NATIVE_LIBRARY"
 
