@@ -55,8 +55,10 @@ def reference(model: torch.nn.Module, precision: Precision) -> Callable[[list[in
     return run
 
 
-def twin(folder: Path, precision: Precision, place: Path, window: int, threads: int) -> Callable[[list[int]], Tensor]:
-    peer = LlamaCpp(export_gguf(folder, place, precision), context=window, threads=threads)
+def twin(
+    folder: Path, precision: Precision, place: Path, window: int, threads: int, exact: bool
+) -> Callable[[list[int]], Tensor]:
+    peer = LlamaCpp(export_gguf(folder, place, precision, exact=exact), context=window, threads=threads)
     return lambda ids: torch.from_numpy(peer.logits(ids))
 
 
@@ -70,6 +72,7 @@ def main() -> None:
     parser.add_argument("--precisions", default="all")
     parser.add_argument("--kv-cache", default=FLOAT16, help="one or several, with commas between them")
     parser.add_argument("--against", choices=["llama.cpp"], help="run each width's GGUF twin too")
+    parser.add_argument("--exact", action="store_true", help="twins in types with which llama.cpp rounds least")
     parser.add_argument("--eval", action="store_true", help="run the engine as otaro eval does too")
     parser.add_argument("--no-torch", action="store_true", help="leave the reference out")
     parser.add_argument("--threads", type=int, default=1)
@@ -99,7 +102,7 @@ def main() -> None:
         if arguments.against:
             place = Path(twins.name) / f"{precision}.gguf"
             ways[f"{precision} llama.cpp"] = twin(
-                arguments.packed, precision, place, arguments.window, arguments.threads
+                arguments.packed, precision, place, arguments.window, arguments.threads, arguments.exact
             )
 
     losses: dict[str, list[float]] = {name: [] for name in ways}

@@ -180,7 +180,6 @@ int32_t otaro_dequantize(const otaro_format* format, int64_t rows, int64_t colum
         checks.planes_of(planes, mantissa);
         checks.buffer(value, value_bytes, checks.weights(), dtype_bytes(dtype));
         const Kernels* const kernels = checks.kernels(threads, isa);
-        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes);
         if (checks.error() != OTARO_OK) return checks.error();
         const PlanesJob job{checks.geometry(), *format, *planes, mantissa, dtype};
         auto body = [&](int64_t first, int64_t last) {
@@ -215,7 +214,7 @@ int32_t otaro_rows(const otaro_format* format, int64_t rows, int64_t columns, co
     return guarded([&]() -> int {
         Checks checks(format, rows, columns);
         checks.require(valid_dtype(dtype) && count >= 0);
-        checks.planes_of(planes, mantissa);
+        checks.planes_of(planes, mantissa, false);
         checks.buffer(index, index_bytes, count, sizeof *index);
         int64_t values = 0;
         checks.require(!__builtin_mul_overflow(count, columns, &values));
@@ -253,7 +252,6 @@ int32_t otaro_linear(const otaro_format* format, int64_t rows, int64_t columns, 
         checks.buffer(y, y_bytes, outputs, sizeof *y);
         if (bias != nullptr) checks.buffer(bias, bias_bytes, rows, sizeof *bias);
         const Kernels* const kernels = checks.kernels(threads, isa);
-        if (checks.error() == OTARO_OK) checks.scales(planes->scale, planes->scale_bytes);
         if (checks.error() != OTARO_OK) return checks.error();
         if (batch == 0) return OTARO_OK; // rows without columns take no memory: there may be any number of them
         const PlanesJob weight{checks.geometry(), *format, *planes, mantissa, OTARO_FLOAT32};

@@ -114,10 +114,11 @@ class Checks {
         require(error_ != OTARO_OK || valid_scales(scale, all_groups(), format_.scheme), OTARO_ERROR_SCALE);
     }
 
-    // Planes that are about to be read at a width, their scales apart.
-    void planes_of(const otaro_planes* planes, int mantissa) {
+    // Planes that are about to be read at a width; of picked rows only, their scales are looked at with them.
+    void planes_of(const otaro_planes* planes, int mantissa, bool all_rows = true) {
         require(valid_mantissa(mantissa));
         this->planes(planes, stored_mantissa(format_.scheme, mantissa) - kNarrowest);
+        if (error_ == OTARO_OK && all_rows) scales(planes->scale, planes->scale_bytes);
     }
 
     // The kernels to run, once all is checked.

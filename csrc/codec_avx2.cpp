@@ -3,18 +3,9 @@
 #include "kernels.h"
 
 #if defined(__x86_64__)
-
 #    include "codec_simd.h"
 #    include "vectors_avx2.h"
-
-namespace otaro {
-const Kernels* const kernels_avx2 = &kKernels<Avx2>;
-}
-
+const otaro::Kernels* const otaro::kernels_avx2 = &kKernels<Avx2>;
 #else
-
-namespace otaro {
-const Kernels* const kernels_avx2 = nullptr;
-}
-
+const otaro::Kernels* const otaro::kernels_avx2 = nullptr;
 #endif

@@ -3,18 +3,9 @@
 #include "kernels.h"
 
 #if defined(__x86_64__)
-
 #    include "codec_simd.h"
 #    include "vectors_avx512.h"
-
-namespace otaro {
-const Kernels* const kernels_avx512 = &kKernels<Avx512>;
-}
-
+const otaro::Kernels* const otaro::kernels_avx512 = &kKernels<Avx512>;
 #else
-
-namespace otaro {
-const Kernels* const kernels_avx512 = nullptr;
-}
-
+const otaro::Kernels* const otaro::kernels_avx512 = nullptr;
 #endif

@@ -3,18 +3,9 @@
 #include "kernels.h"
 
 #if defined(__aarch64__)
-
 #    include "codec_simd.h"
 #    include "vectors_neon.h"
-
-namespace otaro {
-const Kernels* const kernels_neon = &kKernels<Neon>;
-}
-
+const otaro::Kernels* const otaro::kernels_neon = &kKernels<Neon>;
 #else
-
-namespace otaro {
-const Kernels* const kernels_neon = nullptr;
-}
-
+const otaro::Kernels* const otaro::kernels_neon = nullptr;
 #endif

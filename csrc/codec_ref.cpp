@@ -30,26 +30,15 @@ int code_ref(float weight, int scale, int mantissa, int scheme) {
 // Reads a group as float32, filled with zeros, and returns the bits of its largest magnitude.
 uint32_t load_group_ref(const void* weight, int dtype, int64_t offset, int weights, int size, float* group) {
     uint32_t largest = 0;
-    for (int i = 0; i < size; ++i) {
-        if (i >= weights) {
-            group[i] = 0;
-        } else if (dtype == OTARO_FLOAT32) {
-            group[i] = static_cast<const float*>(weight)[offset + i];
-        } else if (dtype == OTARO_FLOAT16) {
-            group[i] = to_float(static_cast<const Half*>(weight)[offset + i]);
-        } else {
-            group[i] = to_float(static_cast<const Brain*>(weight)[offset + i]);
+    with_dtype(dtype, [&](auto type) {
+        const auto* const from = static_cast<const typename decltype(type)::type*>(weight) + offset;
+        for (int i = 0; i < size; ++i) {
+            group[i] = i < weights ? to_float(from[i]) : 0;
+            const uint32_t magnitude = float_bits(group[i]) & 0x7fffffffu;
+            largest = magnitude > largest ? magnitude : largest;
         }
-        const uint32_t magnitude = float_bits(group[i]) & 0x7fffffffu;
-        largest = magnitude > largest ? magnitude : largest;
-    }
+    });
     return largest;
-}
-
-int64_t first_not_finite_ref(const float* group) {
-    int64_t i = 0;
-    while ((float_bits(group[i]) & kInfinityBits) != kInfinityBits) ++i;
-    return i;
 }
 
 // Visits groups [first, last) of weights: body(group's number, offset, weights in it, their floats filled up to a whole
@@ -61,7 +50,7 @@ void for_weights_ref(const Weights& from, int64_t first, int64_t last, Findings*
         const uint32_t largest =
             load_group_ref(from.weight, from.dtype, offset, weights, from.geometry.group_size, buffer);
         if (findings != nullptr && largest >= kInfinityBits) {
-            findings->not_finite = offset + first_not_finite_ref(buffer);
+            findings->not_finite = offset + first_not_finite(buffer);
             return false;
         }
         const uint8_t scale =
@@ -132,13 +121,8 @@ float value_ref(int code, int scheme, int mantissa, float step) {
 }
 
 void store_ref(void* values, int dtype, int64_t index, float value) {
-    if (dtype == OTARO_FLOAT32) {
-        from_float(value, static_cast<float*>(values)[index]);
-    } else if (dtype == OTARO_FLOAT16) {
-        from_float(value, static_cast<Half*>(values)[index]);
-    } else {
-        from_float(value, static_cast<Brain*>(values)[index]);
-    }
+    with_dtype(dtype,
+               [&](auto type) { from_float(value, static_cast<typename decltype(type)::type*>(values)[index]); });
 }
 
 void decode_ref(const DecodeJob& job, int64_t first, int64_t last) {

@@ -41,6 +41,18 @@ const Machine& machine() {
     return found;
 }
 
+// The table of an instruction set, null where this machine does not run it.
+template <class Table>
+const Table* chosen(int32_t isa, const Table* reference, const Table* avx2, const Table* avx512, const Table* neon) {
+    switch (isa == OTARO_AUTO ? best_isa() : isa) {
+    case OTARO_REFERENCE: return reference;
+    case OTARO_AVX2: return machine().avx2 ? avx2 : nullptr;
+    case OTARO_AVX512: return machine().avx512 ? avx512 : nullptr;
+    case OTARO_NEON: return machine().neon ? neon : nullptr;
+    default: return nullptr;
+    }
+}
+
 } // namespace
 
 int32_t best_isa() {
@@ -51,28 +63,11 @@ int32_t best_isa() {
     return OTARO_REFERENCE;
 }
 
-const Kernels* kernels_for(int32_t isa) {
-    switch (isa) {
-    case OTARO_AUTO: return kernels_for(best_isa());
-    case OTARO_REFERENCE: return kernels_ref;
-    case OTARO_AVX2: return machine().avx2 ? kernels_avx2 : nullptr;
-    case OTARO_AVX512: return machine().avx512 ? kernels_avx512 : nullptr;
-    case OTARO_NEON: return machine().neon ? kernels_neon : nullptr;
-    default: return nullptr;
-    }
-}
+const Kernels* kernels_for(int32_t isa) { return chosen(isa, kernels_ref, kernels_avx2, kernels_avx512, kernels_neon); }
 
 const EngineKernels* engine_kernels_for(int32_t isa) {
-    switch (isa) {
-    case OTARO_AUTO: return engine_kernels_for(best_isa());
-    case OTARO_REFERENCE: return engine_kernels_ref;
-    case OTARO_AVX2: return machine().avx2 ? engine_kernels_avx2 : nullptr;
-    case OTARO_AVX512:
-        if (!machine().avx512) return nullptr;
-        return machine().vnni ? engine_kernels_avx512 : engine_kernels_avx2;
-    case OTARO_NEON: return machine().neon ? engine_kernels_neon : nullptr;
-    default: return nullptr;
-    }
+    const EngineKernels* const avx512 = machine().vnni ? engine_kernels_avx512 : engine_kernels_avx2;
+    return chosen(isa, engine_kernels_ref, engine_kernels_avx2, avx512, engine_kernels_neon);
 }
 
 } // namespace otaro

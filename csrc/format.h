@@ -34,6 +34,19 @@ struct Brain {
 };
 static_assert(sizeof(Half) == 2 && sizeof(Brain) == 2, "weights are read in place");
 
+template <class T> struct Type {
+    using type = T;
+};
+
+// Calls body(Type<T>) with the C++ type of an otaro_dtype.
+template <class Body> static inline void with_dtype(int dtype, const Body& body) {
+    switch (dtype) {
+    case OTARO_FLOAT32: return body(Type<float>());
+    case OTARO_FLOAT16: return body(Type<Half>());
+    default: return body(Type<Brain>());
+    }
+}
+
 static inline uint32_t float_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -84,6 +97,12 @@ static inline int power_scale(uint32_t largest) {
     if (largest == 0) return 0;
     const int scale = (static_cast<int>(largest >> 23) - 127 + kExponentOffset) * 4;
     return scale < kScaleMin ? kScaleMin : scale > kScaleMax ? kScaleMax & ~3 : scale;
+}
+
+template <class T> static inline int64_t first_not_finite(const T* weight) {
+    int64_t i = 0;
+    while ((float_bits(to_float(weight[i])) & kInfinityBits) != kInfinityBits) ++i;
+    return i;
 }
 
 static inline bool exponent_below(uint32_t largest) { return largest < float_bits(power_of_two(-14)); }

@@ -11,9 +11,9 @@
 //     load_codes, store_codes    32 codes from and to int16
 //
 // The unit of work is a block of 32 codes in 32 / kLanes vectors of int32: it divides every group size, and it is 16 bytes
-// of base and one 32-bit word of each bit plane. A group is read anew for its
-// largest magnitude, for its scale and for its codes, but for the first time from L1. Codes go straight from registers to wherever they are wanted (a sink), be it planes,
-// int16 or decoded values.
+// of base and one 32-bit word of each bit plane. A group is read anew for its largest magnitude, for its scale and for its
+// codes, but for the first time from L1. Codes go straight from registers to wherever they are wanted (a sink), be it
+// planes, int16 or decoded values.
 //
 // The anonymous namespace keeps each instruction set's copy of these templates to itself.
 #pragma once
@@ -28,34 +28,17 @@ template <int N> struct Number {
     static constexpr int value = N;
 };
 
-template <class T> struct Type {
-    using type = T;
-};
-
 template <class V> struct Block {
     static constexpr int kParts = kBlock / V::kLanes;
     typename V::I part[kParts];
 };
 
-// Calls body(Type<T>) with the C++ type of an otaro_dtype.
-template <class Body> void with_dtype(int dtype, const Body& body) {
-    switch (dtype) {
-    case OTARO_FLOAT32: return body(Type<float>());
-    case OTARO_FLOAT16: return body(Type<Half>());
-    default: return body(Type<Brain>());
-    }
-}
-
 // Calls body(Number<n>) with the number of bit planes that a width reads.
-template <class Body> void with_planes(int planes, const Body& body) {
-    switch (planes) {
-    case 0: return body(Number<0>());
-    case 1: return body(Number<1>());
-    case 2: return body(Number<2>());
-    case 3: return body(Number<3>());
-    case 4: return body(Number<4>());
-    default: return body(Number<5>());
+template <int N = 0, class Body> void with_planes(int planes, const Body& body) {
+    if constexpr (N < OTARO_BIT_PLANES) {
+        if (planes > N) return with_planes<N + 1>(planes, body);
     }
+    body(Number<N>());
 }
 
 // The group itself, or where it is short a copy of it in `buffer` filled up with zeros.

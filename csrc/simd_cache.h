@@ -23,7 +23,7 @@ template <class V> void encode_row(const float* x, const Cache& cache, uint8_t* 
         const float* const values = padded<float>(x + start, count, size, buffer);
         const int scale = find_scale<V>(values, size, count, OTARO_NESTED, measure<V>(values, size));
         *scales++ = static_cast<uint8_t>(scale);
-        encode_group<V>(values, size, OTARO_NESTED, scale, kWidest, [&](int i, const Block<V>& block, auto) {
+        encode_group<V>(values, size, OTARO_NESTED, scale, kWidest, [&](int i, const Block<V>& block) {
             uint8_t* const to = row + (start + i) / kBlock * block_bytes;
             uint32_t words[OTARO_BIT_PLANES];
             V::pack(block, to, words);

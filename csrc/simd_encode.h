@@ -14,7 +14,6 @@ namespace {
 // underflow to zero: a weight below zero still belongs to the cell below zero.
 template <class V, bool kUnderflow> class NestedCoder {
   public:
-    static constexpr bool kNested = true;
     using F = typename V::F;
     using I = typename V::I;
 
@@ -42,7 +41,6 @@ template <class V, bool kUnderflow> class NestedCoder {
 // Sign and magnitude, the magnitude rounded ("nearest") or cut ("truncate").
 template <class V, bool kRound> class SignCoder {
   public:
-    static constexpr bool kNested = false;
     using F = typename V::F;
     using I = typename V::I;
 
@@ -76,56 +74,54 @@ template <class V> class Within {
     I kept_, rest_;
 };
 
-template <class V, class T, class Coder, class Sink>
-void encode_blocks(const T* weight, int size, const Coder& coder, const Sink& sink) {
+// Hands codes to the sink: sink(position in the group, block), where code(position) gives a vector of them.
+template <class V, class Code, class Sink> void encode_blocks(int size, const Code& code, const Sink& sink) {
     for (int i = 0; i < size; i += kBlock) {
         Block<V> block;
-        for (int v = 0; v < Block<V>::kParts; ++v) block.part[v] = coder(V::load(weight + i + v * V::kLanes));
-        sink(i, block, Number<Coder::kNested>());
+        for (int v = 0; v < Block<V>::kParts; ++v) block.part[v] = code(i + v * V::kLanes);
+        sink(i, block);
     }
 }
 
-// Hands the codes of a group at a width to the sink: sink(position in the group, block, Number<1 if nested, else 0>).
+// Calls body(coder) with the coder of a nested scale.
+template <class V, class Body> void with_nested(int scale, int mantissa, const Body& body) {
+    if ((scale & ~kScaleSign) > kUnderflowScale) {
+        body(NestedCoder<V, true>(scale, mantissa));
+    } else {
+        body(NestedCoder<V, false>(scale, mantissa));
+    }
+}
+
+// The codes of a group at a width.
 template <class V, class T, class Sink>
 void encode_group(const T* weight, int size, int scheme, int scale, int mantissa, const Sink& sink) {
+    const auto blocks = [&](const auto& coder) {
+        encode_blocks<V>(size, [&](int i) { return coder(V::load(weight + i)); }, sink);
+    };
     if (scheme == OTARO_TRUNCATE) {
-        encode_blocks<V>(weight, size, SignCoder<V, false>(scale, mantissa), sink);
+        blocks(SignCoder<V, false>(scale, mantissa));
     } else if (scheme == OTARO_NEAREST) {
-        encode_blocks<V>(weight, size, SignCoder<V, true>(scale, mantissa), sink);
-    } else if ((scale & ~kScaleSign) > kUnderflowScale) {
-        encode_blocks<V>(weight, size, NestedCoder<V, true>(scale, mantissa), sink);
+        blocks(SignCoder<V, true>(scale, mantissa));
     } else {
-        encode_blocks<V>(weight, size, NestedCoder<V, false>(scale, mantissa), sink);
+        with_nested<V>(scale, mantissa, blocks);
     }
 }
 
-template <class V, class T, class Coder, class Sink>
-void encode_blocks_within(const T* const* tiers, const Deciding& deciding, int size, int mantissa, const Coder& coder,
-                          const Sink& sink) {
-    const typename V::Count cut = V::count(kWidest - mantissa);
-    Within<V> within[OTARO_WIDTHS];
-    for (int t = 1; t < deciding.count; ++t) within[t - 1] = Within<V>(kWidest - deciding.mantissa[t - 1]);
-    for (int i = 0; i < size; i += kBlock) {
-        Block<V> block;
-        for (int v = 0; v < Block<V>::kParts; ++v) {
-            const int position = i + v * V::kLanes;
-            typename V::I code = coder(V::load(tiers[0] + position));
-            for (int t = 1; t < deciding.count; ++t) code = within[t - 1](coder(V::load(tiers[t] + position)), code);
-            block.part[v] = V::shift_right(code, cut);
-        }
-        sink(i, block, Number<1>());
-    }
-}
-
-// As encode_group, for codes that several weights decide, one after another.
+// The same for codes that several weights decide, one after another.
 template <class V, class T, class Sink>
 void encode_group_within(const T* const* tiers, const Deciding& deciding, int size, int scale, int mantissa,
                          const Sink& sink) {
-    if ((scale & ~kScaleSign) > kUnderflowScale) {
-        encode_blocks_within<V>(tiers, deciding, size, mantissa, NestedCoder<V, true>(scale, kWidest), sink);
-    } else {
-        encode_blocks_within<V>(tiers, deciding, size, mantissa, NestedCoder<V, false>(scale, kWidest), sink);
-    }
+    const typename V::Count cut = V::count(kWidest - mantissa);
+    Within<V> within[OTARO_WIDTHS];
+    for (int t = 1; t < deciding.count; ++t) within[t - 1] = Within<V>(kWidest - deciding.mantissa[t - 1]);
+    with_nested<V>(scale, kWidest, [&](const auto& coder) {
+        const auto decide = [&](int i) {
+            typename V::I code = coder(V::load(tiers[0] + i));
+            for (int t = 1; t < deciding.count; ++t) code = within[t - 1](coder(V::load(tiers[t] + i)), code);
+            return V::shift_right(code, cut);
+        };
+        encode_blocks<V>(size, decide, sink);
+    });
 }
 
 // ---- scales ---------------------------------------------------------------------------------------------------------
@@ -209,12 +205,6 @@ template <class V, class T> inline int find_scale(const T* weight, int size, int
                                    : least_error<V, T, false>(weight, size, weights, first));
 }
 
-template <class T> int64_t first_not_finite(const T* weight) {
-    int64_t i = 0;
-    while ((float_bits(to_float(weight[i])) & kInfinityBits) != kInfinityBits) ++i;
-    return i;
-}
-
 constexpr int kAhead = 8; // groups
 
 // Visits groups [first, last) of weights: body(group's number, offset, weights in it, data filled up to a whole group,
@@ -280,7 +270,7 @@ template <class V> void encode(const EncodeJob& job, int64_t first, int64_t last
             job.codes.scale[index] = scale;
             int16_t* const target = weights == size ? job.codes.code + offset : codes;
             encode_group<V>(weight, size, job.from.format.scheme, scale, job.mantissa,
-                            [&](int i, const Block<V>& block, auto) { V::store_codes(target + i, block); });
+                            [&](int i, const Block<V>& block) { V::store_codes(target + i, block); });
             if (weights < size) memcpy(job.codes.code + offset, codes, static_cast<size_t>(weights) * sizeof *codes);
         };
         for_weights<V, T>(job.from, first, last, &findings, body);
@@ -294,15 +284,14 @@ template <class V> void pack(const PackJob& job, int64_t first, int64_t last, Fi
         using T = typename decltype(type)::type;
         const auto body = [&](int64_t index, int64_t, int, const T* weight, uint8_t scale) {
             planes.scale[index] = scale;
-            encode_group<V>(weight, size, job.from.format.scheme, scale, kWidest,
-                            [&](int i, const Block<V>& block, auto) {
-                                const int64_t position = index * size + i;
-                                uint32_t words[OTARO_BIT_PLANES];
-                                V::pack(block, planes.base + position / 2, words);
-                                for (int64_t p = 0; p < planes.bits_count; ++p) {
-                                    memcpy(planes.bits[p] + position / 8, &words[p], sizeof words[p]);
-                                }
-                            });
+            encode_group<V>(weight, size, job.from.format.scheme, scale, kWidest, [&](int i, const Block<V>& block) {
+                const int64_t position = index * size + i;
+                uint32_t words[OTARO_BIT_PLANES];
+                V::pack(block, planes.base + position / 2, words);
+                for (int64_t p = 0; p < planes.bits_count; ++p) {
+                    memcpy(planes.bits[p] + position / 8, &words[p], sizeof words[p]);
+                }
+            });
         };
         for_weights<V, T>(job.from, first, last, &findings, body);
     });
@@ -318,26 +307,24 @@ template <class V> void quantize(const QuantizeJob& job, int64_t first, int64_t 
             T values[kMaxGroup];
             T* const result = static_cast<T*>(job.value) + offset;
             T* const target = weights == size ? result : values;
-            const NestedDecoder<V> nested_decoder(scale, mantissa);
-            const SignDecoder<V> sign_decoder(scale, mantissa);
-            const auto store = [&](int i, const Block<V>& block, auto nested) {
-                for (int v = 0; v < Block<V>::kParts; ++v) {
-                    if constexpr (decltype(nested)::value) {
-                        V::store(target + i + v * V::kLanes, nested_decoder(block.part[v]));
-                    } else {
-                        V::store(target + i + v * V::kLanes, sign_decoder(block.part[v]));
+            const auto encode = [&](const auto& decoder) {
+                const auto store = [&](int i, const Block<V>& block) {
+                    for (int v = 0; v < Block<V>::kParts; ++v) {
+                        V::store(target + i + v * V::kLanes, decoder(block.part[v]));
                     }
-                }
-            };
-            if (!tiered) {
-                encode_group<V>(weight, size, job.from.format.scheme, scale, mantissa, store);
-            } else {
+                };
+                if (!tiered) return encode_group<V>(weight, size, job.from.format.scheme, scale, mantissa, store);
                 T buffer[OTARO_WIDTHS + 1][kMaxGroup];
                 const T* tiers[OTARO_WIDTHS + 1];
                 for (int t = 0; t < deciding.count; ++t) {
                     tiers[t] = padded(static_cast<const T*>(deciding.weight[t]) + offset, weights, size, buffer[t]);
                 }
                 encode_group_within<V>(tiers, deciding, size, scale, mantissa, store);
+            };
+            if (job.from.format.scheme == OTARO_NESTED) {
+                encode(NestedDecoder<V>(scale, mantissa));
+            } else {
+                encode(SignDecoder<V>(scale, mantissa));
             }
             if (weights < size) memcpy(result, values, static_cast<size_t>(weights) * sizeof(T));
         };

@@ -171,7 +171,7 @@ def export(
     precision: Annotated[str, typer.Option(metavar="PRECISION", help="The precision whose values to write.")],
     exact: Annotated[
         bool,
-        typer.Option("--exact", help="Every bit of E5M8 too, as F32; left out it is rounded to F16."),
+        typer.Option("--exact", help="As F16 (E5M8: F32), larger; else llama.cpp rounds activations to 8 bits."),
     ] = False,
 ) -> None:
     """Write a GGUF file for llama.cpp, Ollama or LM Studio with the values of a precision."""

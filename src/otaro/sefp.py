@@ -141,11 +141,7 @@ def check_weight(weight: Tensor, name: str = "the tensor") -> None:
 
 def not_finite(weight: Tensor, index: int, name: str = "the tensor") -> WeightError:
     """The error for a NaN or infinity at a flat position."""
-    position: list[int] = []
-    rest = index
-    for size in reversed(weight.shape):
-        position.insert(0, rest % size)
-        rest //= size
+    position = [int(place) for place in torch.unravel_index(torch.tensor(index), weight.shape)]
     value = float(weight.flatten()[index])
     return WeightError(f"{name} holds {value} at {position}: weights must be finite")
 

@@ -6,11 +6,14 @@ With d the step of the group, negative where the group is negated:
     E5M4  Q5_1   q * d + m                q = u, m = -16.5 * d
     E5M5  Q8_0   q * d / 2                q = 2u - 67, an odd number
     E5M6  Q8_0   q * d / 2                q = 2u - 135, within -127 ... 119
-    E5M7, E5M8, and rows that are no multiple of 32: F16; E5M8 as F32 if that must be exact
+    E5M7, E5M8, and rows that are no multiple of 32: F16
 
 A step has three significant bits and d, d / 2 and 16.5 * d are float16 numbers, so the blocks give the same values bit
 for bit. Of values at E5M7 all significant bits, 11 at most, fit a float16; at E5M8 there are 12, and they are rounded
 to the nearest. What is too large for a float16 is refused.
+
+What llama.cpp computes with blocks is another matter: beside all of these types it rounds activations to 8 bits. Where
+its products must be as exact as the weights, every width becomes F16, and E5M8 F32.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ BLOCK = 32
 
 
 def block_type(precision: Precision, columns: int, *, exact: bool = False) -> GGMLQuantizationType:
-    """The GGUF type that holds a width's values, to the bit where that is asked for."""
+    """The GGUF type that holds a width's values; `exact` asks for every bit, of products too."""
     plain = GGMLQuantizationType.F32 if exact and precision == WIDEST else GGMLQuantizationType.F16
-    if columns % BLOCK:
+    if exact or columns % BLOCK:
         return plain
     types = {
         Precision.E5M3: GGMLQuantizationType.Q4_0,
@@ -61,7 +64,7 @@ def encode_blocks(codes: Codes, *, exact: bool = False) -> NDArray[Any]:
     step = _signed_steps(codes)[..., None]
     q = code.reshape(rows, -1, BLOCK)
     if kind == GGMLQuantizationType.Q8_0:
-        half_steps = (2 * q + {5: -67, 6: -135}[codes.precision.mantissa]).astype(numpy.int8)
+        half_steps = (2 * q + int(2 * sefp.nested_bias(codes.precision))).astype(numpy.int8)
         parts: list[NDArray[Any]] = [_bytes(step / 2), half_steps.view(numpy.uint8)]
     else:
         q = q.astype(numpy.uint8)

@@ -19,6 +19,7 @@ import importlib.util
 import os
 import warnings
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -210,16 +211,17 @@ def embedding(
 
 
 def _arguments(planes: Planes, columns: int, precision: Precision, format: Format) -> tuple[object, ...]:
+    """Packed weights as ops registered with torch take them."""
     needed = planes.up_to(format.stored(precision))
-    return (
-        needed.base,
-        list(needed.bits),
-        needed.scale,
-        columns,
-        precision.mantissa,
-        format.scheme,
-        format.group_size,
-    )
+    width, scheme, size = precision.mantissa, format.scheme, format.group_size
+    return needed.base, list(needed.bits), needed.scale, columns, width, scheme, size
+
+
+def _packed(
+    base: Tensor, bits: list[Tensor], scale: Tensor, columns: int, mantissa: int, scheme: Scheme, group_size: int
+) -> tuple[Planes, int, Precision, Format]:
+    """The other way round."""
+    return Planes(base, tuple(bits), scale), columns, Precision.from_mantissa(mantissa), Format(scheme, group_size)
 
 
 def _quantize(
@@ -246,127 +248,66 @@ class _StraightThrough(torch.autograd.Function):
         return gradients[0], None
 
 
-@torch.library.custom_op("otaro::quantize", mutates_args=())
+_PACKED = "Tensor base, Tensor[] bits, Tensor scale, int columns, int mantissa, str scheme, int group_size"
+_custom_op = functools.partial(torch.library.custom_op, mutates_args=())
+
+
+@_custom_op(
+    "otaro::quantize",
+    schema="(Tensor weight, int mantissa, str scheme, int group_size, Tensor[] tiers, int[] widths, Tensor? scale)"
+    " -> Tensor",
+)
 def _quantize_op(
     weight: Tensor,
     mantissa: int,
-    scheme: str,
+    scheme: Scheme,
     group_size: int,
     tiers: list[Tensor],
-    tier_mantissas: list[int],
+    widths: list[int],
     scale: Tensor | None,
 ) -> Tensor:
-    format = Format(scheme, group_size)  # type: ignore[arg-type]
-    listed = list(zip(map(Precision.from_mantissa, tier_mantissas), tiers, strict=True))
-    backend = quantize_backend(weight.device)
-    values: Tensor = backend.quantize(weight, Precision.from_mantissa(mantissa), format, listed, scale)
+    listed = list(zip(map(Precision.from_mantissa, widths), tiers, strict=True))
+    precision, format = Precision.from_mantissa(mantissa), Format(scheme, group_size)
+    values: Tensor = quantize_backend(weight.device).quantize(weight, precision, format, listed, scale)
     return values
 
 
 @_quantize_op.register_fake
-def _(
-    weight: Tensor,
-    mantissa: int,
-    scheme: str,
-    group_size: int,
-    tiers: list[Tensor],
-    tier_mantissas: list[int],
-    scale: Tensor | None,
-) -> Tensor:
+def _(weight: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("otaro::dequantize", mutates_args=())
-def _dequantize_op(
-    base: Tensor,
-    bits: list[Tensor],
-    scale: Tensor,
-    columns: int,
-    mantissa: int,
-    scheme: str,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    planes, format = Planes(base, tuple(bits), scale), Format(scheme, group_size)  # type: ignore[arg-type]
-    values: Tensor = _backend(base.device).dequantize(planes, columns, Precision.from_mantissa(mantissa), format, dtype)
+@_custom_op("otaro::dequantize", schema=f"({_PACKED}, ScalarType dtype) -> Tensor")
+def _dequantize_op(base: Tensor, *rest: Any) -> Tensor:
+    *packed, dtype = rest
+    values: Tensor = _backend(base.device).dequantize(*_packed(base, *packed), dtype)
     return values
 
 
 @_dequantize_op.register_fake
-def _(
-    base: Tensor,
-    bits: list[Tensor],
-    scale: Tensor,
-    columns: int,
-    mantissa: int,
-    scheme: str,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return base.new_empty((*base.shape[:-1], columns), dtype=dtype)
+def _(base: Tensor, bits: list[Tensor], scale: Tensor, columns: int, *rest: Any) -> Tensor:
+    return base.new_empty((*base.shape[:-1], columns), dtype=rest[-1])
 
 
-@torch.library.custom_op("otaro::linear", mutates_args=())
-def _linear_op(
-    x: Tensor,
-    base: Tensor,
-    bits: list[Tensor],
-    scale: Tensor,
-    columns: int,
-    mantissa: int,
-    scheme: str,
-    group_size: int,
-    bias: Tensor | None,
-) -> Tensor:
-    planes, format = Planes(base, tuple(bits), scale), Format(scheme, group_size)  # type: ignore[arg-type]
-    result: Tensor = _backend(x.device).linear(x, planes, columns, Precision.from_mantissa(mantissa), format, bias)
+@_custom_op("otaro::linear", schema=f"(Tensor x, {_PACKED}, Tensor? bias) -> Tensor")
+def _linear_op(x: Tensor, *rest: Any) -> Tensor:
+    *packed, bias = rest
+    result: Tensor = _backend(x.device).linear(x, *_packed(*packed), bias)
     return result
 
 
 @_linear_op.register_fake
-def _(
-    x: Tensor,
-    base: Tensor,
-    bits: list[Tensor],
-    scale: Tensor,
-    columns: int,
-    mantissa: int,
-    scheme: str,
-    group_size: int,
-    bias: Tensor | None,
-) -> Tensor:
+def _(x: Tensor, base: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], base.shape[0]))
 
 
-@torch.library.custom_op("otaro::embedding", mutates_args=())
-def _embedding_op(
-    ids: Tensor,
-    base: Tensor,
-    bits: list[Tensor],
-    scale: Tensor,
-    columns: int,
-    mantissa: int,
-    scheme: str,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    planes, format = Planes(base, tuple(bits), scale), Format(scheme, group_size)  # type: ignore[arg-type]
-    values: Tensor = _backend(ids.device).embedding(
-        ids, planes, columns, Precision.from_mantissa(mantissa), format, dtype
-    )
+@_custom_op("otaro::embedding", schema=f"(Tensor ids, {_PACKED}, ScalarType dtype) -> Tensor")
+def _embedding_op(ids: Tensor, *rest: Any) -> Tensor:
+    *packed, dtype = rest
+    values: Tensor = _backend(ids.device).embedding(ids, *_packed(*packed), dtype)
     return values
 
 
 @_embedding_op.register_fake
-def _(
-    ids: Tensor,
-    base: Tensor,
-    bits: list[Tensor],
-    scale: Tensor,
-    columns: int,
-    mantissa: int,
-    scheme: str,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return base.new_empty((*ids.shape, columns), dtype=dtype)
+def _(ids: Tensor, base: Tensor, bits: list[Tensor], scale: Tensor, columns: int, *rest: Any) -> Tensor:
+    return base.new_empty((*ids.shape, columns), dtype=rest[-1])

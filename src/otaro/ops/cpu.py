@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import operator
 import os
 from collections.abc import Sequence
@@ -138,10 +139,7 @@ def scales(weight: Tensor, format: Format, *, isa: str | None = None) -> Tensor:
     """The scale of every group of a tensor. Weights are taken to be finite."""
     weight = _contiguous(weight)
     scale = torch.empty(_scale_shape(weight, format), dtype=torch.uint8)
-    error = library().otaro_scales(
-        *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _dtype(weight.dtype)),
-        *(*_data(scale), _threads(), isa_number(isa)),
-    )
+    error = library().otaro_scales(*_c_weight(weight, format), *_data(scale), _threads(), isa_number(isa))
     check(error)
     return scale
 
@@ -157,9 +155,8 @@ def pack(
     clamped = torch.zeros(2, dtype=torch.int64)
     index = ctypes.c_int64(-1)
     error = library().otaro_pack(
-        *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _DTYPES[weight.dtype]),
-        *(*_optional(scale), ctypes.byref(c_planes(planes)), clamped.data_ptr(), ctypes.byref(index)),
-        *(_threads(), isa_number(isa)),
+        *(*_c_weight(weight, format), *_optional(scale), ctypes.byref(c_planes(planes))),
+        *(clamped.data_ptr(), ctypes.byref(index), _threads(), isa_number(isa)),
     )
     if error == _NOT_FINITE:
         raise sefp.not_finite(weight, index.value)
@@ -198,9 +195,8 @@ def quantize(
     if any(tier.shape != weight.shape or tier.dtype != weight.dtype for _, tier in listed):
         raise TypeError(f"tiers must be {weight.dtype} of shape {list(weight.shape)}, as the weight is")
     error = library().otaro_quantize(
-        *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _dtype(weight.dtype)),
-        *(precision.mantissa, ctypes.byref(_c_tiers(listed)) if listed else None, *_optional(scale)),
-        *(*_data(value), _threads(), isa_number(isa)),
+        *(*_c_weight(weight, format), precision.mantissa, ctypes.byref(_c_tiers(listed)) if listed else None),
+        *(*_optional(scale), *_data(value), _threads(), isa_number(isa)),
     )
     check(error)
     return value
@@ -270,9 +266,8 @@ def encode(
     codes = Codes(code, torch.empty(_scale_shape(weight, format), dtype=torch.uint8), precision, format)
     index = ctypes.c_int64(-1)
     error = library().otaro_encode(
-        *(ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _DTYPES[weight.dtype]),
-        *(precision.mantissa, *_optional(scale), ctypes.byref(_c_codes(codes)), ctypes.byref(index)),
-        *(_threads(), isa_number(isa)),
+        *(*_c_weight(weight, format), precision.mantissa, *_optional(scale)),
+        *(ctypes.byref(_c_codes(codes)), ctypes.byref(index), _threads(), isa_number(isa)),
     )
     if error == _NOT_FINITE:
         raise sefp.not_finite(weight, index.value)
@@ -398,10 +393,7 @@ def _check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
 
 
 def _rows(tensor: Tensor) -> int:
-    rows = 1
-    for size in tensor.shape[:-1]:
-        rows *= size
-    return rows
+    return math.prod(tensor.shape[:-1])
 
 
 def _data(tensor: Tensor) -> tuple[int, int]:
@@ -427,6 +419,11 @@ def c_planes(planes: Planes) -> _CPlanes:
         len(bits),
         *_data(planes.scale),
     )
+
+
+def _c_weight(weight: Tensor, format: Format) -> tuple[Any, ...]:
+    """What every function takes that reads weights."""
+    return ctypes.byref(c_format(format)), _rows(weight), weight.shape[-1], *_data(weight), _dtype(weight.dtype)
 
 
 def _c_packed(planes: Planes, rows: int, columns: int, precision: Precision, format: Format) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otaro.precision import Precision
-from otaro.sefp import CANDIDATES, ERROR_WIDTH, SCHEMES, WEIGHT_DTYPES, Format, Tiers
+from otaro.sefp import CANDIDATES, ERROR_WIDTH, SCHEMES, WEIGHT_DTYPES, Format, Tiers, nested_bias
 
 BLOCK_WEIGHTS = 512
 WARPS = 8
@@ -359,7 +359,7 @@ def run(batch: Batch, precision: Precision, format: Format, *, sliced: bool = Fa
     _quantize_kernel[(batch.blocks,)](
         *batch.tables,
         mantissa,
-        0.5 - 8.5 * 2.0 ** (mantissa - 3),
+        nested_bias(precision),
         narrow=widths[0],
         wide=widths[1],
         scheme=SCHEMES.index(format.scheme),
