@@ -121,6 +121,18 @@ def error_widths() -> str:
     return markdown(["run", *WIDTHS], rows)
 
 
+def error_rules() -> str:
+    """Perplexities by the errors that decide."""
+    result = json.loads((ROOT / "error_width" / "rules.json").read_text(encoding="utf-8"))
+    rows: Rows = []
+    for state, texts in result["perplexity"].items():
+        for text, rules in texts.items():
+            for rule, measured in rules.items():
+                if isinstance(measured, dict):
+                    rows.append((f"{state}, {text}", [rule, *(f"{value:.2f}" for value in measured.values())]))
+    return markdown(["SmolLM2, split", "decided by", "E5M8", "E5M5", "E5M4", "E5M3"], rows)
+
+
 def cosines() -> str:
     result = json.loads((ROOT / "gradient_cosine" / "smollm2.json").read_text(encoding="utf-8"))
     names = ["full", *WIDTHS]
@@ -180,6 +192,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "alpaca-accuracy": accuracies,
     "alpaca-perplexity": completions,
     "gradient-cosine": cosines,
+    "error-rules": error_rules,
     "error-width": error_widths,
     "format-schemes": lambda: formats(
         "wikitext-test.json",
