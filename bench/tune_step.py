@@ -1,13 +1,13 @@
 """What an update of once tuning costs, as a ratio to one of ordinary tuning: the updates of `otaro tune` itself.
 
-    python bench/tune_step.py --shape smollm2 --method tiers --json bench/tune_step.json
+    python bench/tune_step.py --shape smollm2 --method tiers,bps --json bench/tune_step.json
     python bench/tune_step.py --shape smollm2 --cpu --batch 2 --length 256     # float32, not compiled
-    python bench/tune_step.py --shape llama-1b --method tiers --batch 4
+    python bench/tune_step.py --shape llama-1b --method tiers,bps --batch 4
 
-Each round runs the trainer with the recipe `default` once for `fp16` and once for the method; medians over the rounds,
-the first of which compiles and is left out. On a GPU passes are in bf16 and the kernel is checked against the torch
-codec first. Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what an update costs does not depend on
-them. `--no-compile` measures without compiling.
+Each round runs the trainer with the recipe `default` once for `fp16` and once for each method; medians over the rounds,
+the first of which compiles and is left out where there are more. On a GPU passes are in bf16 and the kernel is checked
+against the torch codec first. Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what an update costs
+does not depend on them. `--no-compile` measures without compiling.
 """
 
 from __future__ import annotations
@@ -142,33 +142,34 @@ def measure_run(arguments: argparse.Namespace, method: str) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    methods = ("fp16", arguments.method)
+    methods = ("fp16", *arguments.method.split(","))
     rounds: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
-    for _ in range(arguments.rounds + 1):
+    for _ in range(arguments.rounds):
         for method in methods:
             rounds[method].append(measure_run(arguments, method))
+            print(method, rounds[method][-1], flush=True)
     shape = {name: getattr(arguments, name) for name in ("shape", "method", "batch", "length", "updates", "compile")}
     result: dict[str, Any] = {**shape, "machine": machine()}
-    for method, runs in rounds.items():
+    counted = {method: runs[1:] or runs for method, runs in rounds.items()}
+    for method, runs in counted.items():
         for name in runs[0]:
-            result[f"{method}_{name}"] = statistics.median(run[name] for run in runs[1:])
-    for name in rounds["fp16"][0]:
-        result[f"{name}_ratio"] = statistics.median(
-            other[name] / plain[name] for plain, other in zip(*(rounds[method][1:] for method in methods), strict=True)
-        )
+            result[f"{method}_{name}"] = statistics.median(run[name] for run in runs)
+            if method != "fp16":
+                pairs = zip(counted["fp16"], runs, strict=True)
+                result[f"{method}_{name}_ratio"] = statistics.median(other[name] / one[name] for one, other in pairs)
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2")
-    parser.add_argument("--method", default="tiers", help="what to compare with fp16")
+    parser.add_argument("--method", default="tiers", help="what to compare with fp16, with commas between")
     parser.add_argument("--cpu", action="store_true", help="measure on the CPU")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--first", type=int, default=12, help="updates that are not timed")
     parser.add_argument("--updates", type=int, default=40, help="updates that are")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--no-compile", dest="compile", action="store_const", const=False)
     parser.add_argument("--json", help="add the result to this file")
     arguments = parser.parse_args()

@@ -9,6 +9,7 @@ A run has a name, which says its settings: a method and, after plus signs, what 
     tiers+last-weights      without
     fp16+prompts            prompts learned too, not the completions only; tiers+completions the other way round
     bps+exploration-3       and delay-5 (N of LAA), mean (of held gradients), by-E5M4 (see error_width)
+    tiers+offset_step=0.1   with another constant of the recipe
     untuned                 the model as it is
 
 Each is written to runs/NAME-seedN.json, and skipped where that file is.
@@ -17,10 +18,12 @@ Each is written to runs/NAME-seedN.json, and skipped where that file is.
 from __future__ import annotations
 
 import argparse
+import ast
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +58,13 @@ def run_settings(name: str) -> dict[str, Any]:
     """The settings of a run by its name."""
     method, *variants = name.split("+")
     changes: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
     for variant in variants:
         option, _, value = variant.rpartition("-")
-        if variant in VARIANTS:
+        if "=" in variant:
+            constant, _, value = variant.partition("=")
+            constants[constant] = ast.literal_eval(value)
+        elif variant in VARIANTS:
             changes |= VARIANTS[variant]
         elif option in ("exploration", "delay"):
             changes[option] = float(value) if option == "exploration" else int(value)
@@ -67,7 +74,11 @@ def run_settings(name: str) -> dict[str, Any]:
         method = "fp16"
     if method == "paper":
         return settings("paper", **changes)
-    return settings("default", method=method.replace("fixed-", "fixed:"), **changes)
+    recipe = "default"
+    if constants:
+        recipe = f"default with {constants}"
+        RECIPES[recipe] = replace(RECIPES["default"], **constants)
+    return settings(recipe, method=method.replace("fixed-", "fixed:"), **changes)
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
