@@ -78,7 +78,7 @@ def test_version(run: Any) -> None:
     assert (outcome.code, outcome.out) == (0, f"otaro {otaro.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["pack", "info", "verify", "cut", "generate", "eval", "demo"])
+@pytest.mark.parametrize("command", ["pack", "info", "verify", "cut", "generate", "serve", "eval", "demo"])
 def test_every_command_explains_itself_with_an_example(run: Any, command: str) -> None:
     outcome = run(command, "--help")
     assert outcome.code == 0

@@ -34,7 +34,7 @@ from otaro.ops import cpu
 from otaro.packing import Planes
 from otaro.precision import Precision
 from otaro.sefp import Format
-from otaro.text import TextStream
+from otaro.text import MOST_HELD, TextStream
 
 WIDTHS = list(Precision)
 
@@ -539,6 +539,14 @@ def test_text_comes_in_whole_characters_and_ends_before_a_stop() -> None:
     unfinished = TextStream(Bytes(), stop=["END"])
     assert [unfinished.push(byte) for byte in b"aEN"] == ["a", "", ""]
     assert unfinished.finish() == "EN"
+
+
+def test_bytes_that_are_no_text_are_not_held_back_for_ever() -> None:
+    stream = TextStream(Bytes())
+    pieces = [stream.push(0xE2) for _ in range(100)]
+    assert all(len(piece) <= MOST_HELD for piece in pieces)
+    assert sum(map(len, pieces)) > 100 - 2 * MOST_HELD
+    assert [stream.push(byte) for byte in b"ab"][-1] == "b"
 
 
 def test_generated_text_is_streamed_and_counted(engine: Engine) -> None:

@@ -34,6 +34,7 @@ from otaro.errors import OtaroError, printable
 from otaro.evaluate import command as evaluate_command
 from otaro.generation.command import CHAT_EXAMPLE, GENERATE_EXAMPLE, chat, generate
 from otaro.precision import EMBEDDING_FLOOR, WIDEST, Precision
+from otaro.serve.command import SERVE_EXAMPLE, serve
 from otaro.tune.command import EXAMPLE, tune
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ def cut(
 
 app.command("generate", epilog=GENERATE_EXAMPLE)(generate)
 app.command("chat", epilog=CHAT_EXAMPLE)(chat)
+app.command("serve", epilog=SERVE_EXAMPLE)(serve)
 app.command("bench", epilog=BENCH_EXAMPLE)(bench)
 
 

@@ -18,6 +18,8 @@ UNFINISHED = "\ufffd"
 NO_TOKENS = "the prompt has no tokens: give some text to go on from"
 PROMPT_TAIL = 8
 """Tokens of a prompt that the text of an answer is made with, more than a character has."""
+MOST_HELD = 8
+"""Tokens that may wait for the end of a character: with more of them there is none, the bytes are no text."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class TextStream:
         self._tokens.append(token)
         before = self._decode(self._tokens[self._context : self._done])
         text = self._decode(self._tokens[self._context :])
-        if text.endswith(UNFINISHED):
+        if text.endswith(UNFINISHED) and len(self._tokens) - self._done < MOST_HELD:
             return ""
         self._context, self._done = self._done, len(self._tokens)
         return self._settled.push(text[len(before) :])

@@ -149,6 +149,11 @@ class Engine:
         """The width in use: `precision`, or the widest that is there by now."""
         return self._live.width
 
+    @property
+    def limit(self) -> Precision:
+        """The widest precision that can be asked for: in memory, or on its way there."""
+        return self._live.limit
+
     def drop_to(self, precision: Precision | str) -> None:
         """Free the planes above a width, and stop loading them; `precision` follows if it was above."""
         self._live.drop_to(Precision(precision))

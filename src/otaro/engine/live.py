@@ -74,6 +74,11 @@ class LiveWeights:
         """The width in use: the one asked for, or the widest that is there by now."""
         return self.at(self._asked)
 
+    @property
+    def limit(self) -> Precision:
+        """The widest precision that is there, or to come."""
+        return self._limit
+
     def check(self, width: Precision) -> None:
         """An error if a width is neither there nor was to come."""
         if width > self._limit:
