@@ -365,6 +365,20 @@ def test_a_config_that_cannot_be_used_is_one_sentence(
         assert sentence in one_sentence(capfd)
 
 
+def test_an_adapter_beside_the_weights_is_refused(
+    folder: Path, tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would look for its weights, pickled ones too, and a pipe would keep it waiting for ever."""
+    plain = Path(shutil.copytree(tiny_llama, tmp_path / "plain"))
+    for place in (folder, plain):
+        os.mkfifo(place / "adapter_config.json")
+    with pytest.raises(OtaroError, match=r"holds an adapter \(adapter_config.json\): merge it"):
+        otaro.load(folder)
+    for command in (["generate", folder, "--prompt", "hello"], ["info", folder], ["pack", plain, tmp_path / "out"]):
+        assert main([str(argument) for argument in command]) == 2
+        assert "holds an adapter" in one_sentence(capfd)
+
+
 def test_a_folder_is_described_whatever_its_config_says(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for value in (7, {}, {"a": 1}, [], [["x"]], None):
         change(folder / "config.json", architectures=value)
