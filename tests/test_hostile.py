@@ -365,6 +365,28 @@ def test_a_config_that_cannot_be_used_is_one_sentence(
         assert sentence in one_sentence(capfd)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attn_implementation": "evil/kernel", "experts_implementation": "evil/kernel"},  # fetched from the hub and run
+        {"attn_implementation": "flex_attention"},  # compiled
+        {"return_dict": False},
+    ],
+    ids=["kernel", "compiled", "tuples"],
+)
+def test_how_a_model_is_run_is_not_the_folder_s(
+    folder: Path, tiny_llama: Path, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    plain = Path(shutil.copytree(tiny_llama, tmp_path / "plain"))
+    (tmp_path / "text").write_text("hello " * 20)
+    for place in (folder, plain):
+        change(place / "config.json", **values)
+    assert otaro.load(folder).config._attn_implementation in ("eager", "sdpa")
+    options = ["--window", "8", "--max-windows", "1", "--precisions", "E5M4", "--device", "cpu", "--backend", "torch"]
+    for place in (folder, plain):
+        assert main(["eval", str(place), "--text", str(tmp_path / "text"), *options]) == 0
+
+
 def test_an_adapter_beside_the_weights_is_refused(
     folder: Path, tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

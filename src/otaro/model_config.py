@@ -35,7 +35,22 @@ def load_config(folder: Path, content: dict[str, Any]) -> Any:
 
     check_counts(content, f"config.json of {folder.name}")
     with foreign_code(f"config.json of {folder.name} cannot be used", FormatError), quiet():
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _forget_how_to_run(config)
+        return config
+
+
+def _forget_how_to_run(config: Any) -> None:
+    """A config says what a model is; how it is run, with kernels from the hub perhaps, is not the folder's to say."""
+    from transformers import PreTrainedConfig
+
+    waiting = [config]
+    while waiting:
+        part = waiting.pop()
+        part._attn_implementation = part._experts_implementation = None
+        part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
+        within = (getattr(part, name, None) for name in part.sub_configs)
+        waiting += [inner for inner in within if isinstance(inner, PreTrainedConfig)]
 
 
 def check_no_adapter(folder: Path, label: str | Path, kind: type[OtaroError] = FormatError) -> None:
