@@ -190,6 +190,7 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "template": (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "cannot be loaded"),
     "token": (replaced(Path("tokenizer_config.json"), eos_token={"a": []}), "cannot be loaded"),
+    "two": (replaced(Path("tokenizer_config.json"), tokenizer_class="RagTokenizer"), "RagTokenizer is not the"),
     "config": (replaced(Path("tokenizer_config.json"), added_tokens_decoder={"x": 1}), "cannot be loaded"),
     "panic": (
         replaced(Path("tokenizer.json"), pre_tokenizer={**SPLIT, "pattern": {"Regex": r"(\w+)+$|(\s|\s)*\d"}}),
