@@ -347,6 +347,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "infinite": ({"rms_norm_eps": float("inf"), "vocab_size": 1e400}, "config.json"),
     "nothing": ({"hidden_act": None}, ""),
     "model": ({"model_type": ["llama"]}, "config.json of packed cannot be used"),
+    "property": ({"sub_configs": "\x1b[2J", "head_dim": None}, "config.json of packed cannot be used"),
     "weights": ({"transformers_weights": "../../other.safetensors"}, ""),
     "pickle": ({"transformers_weights": "weights.bin"}, ""),
 }
