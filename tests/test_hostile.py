@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -347,7 +348,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "infinite": ({"rms_norm_eps": float("inf"), "vocab_size": 1e400}, "config.json"),
     "nothing": ({"hidden_act": None}, ""),
     "model": ({"model_type": ["llama"]}, "config.json of packed cannot be used"),
-    "property": ({"sub_configs": "\x1b[2J", "head_dim": None}, "config.json of packed cannot be used"),
     "weights": ({"transformers_weights": "../../other.safetensors"}, ""),
     "pickle": ({"transformers_weights": "weights.bin"}, ""),
 }
@@ -401,6 +401,16 @@ def test_an_adapter_beside_the_weights_is_refused(
     for command in (["generate", folder, "--prompt", "hello"], ["info", folder], ["pack", plain, tmp_path / "out"]):
         assert main([str(argument) for argument in command]) == 2
         assert "holds an adapter" in one_sentence(capfd)
+
+
+def test_what_transformers_logs_of_a_config_is_not_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what it cannot set, with the folder's own text in it, before it raises the same."""
+    change(folder / "config.json", sub_configs="\x1b[2J")
+    heard: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("transformers").handlers[0], "emit", heard.append)
+    with pytest.raises(OtaroError, match="config.json of packed cannot be used"):
+        otaro.load(folder)
+    assert not heard
 
 
 def test_a_folder_is_described_whatever_its_config_says(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
