@@ -24,7 +24,7 @@ from otaro.cli import main
 from otaro.console import given_text, terminal_text
 from otaro.errors import OtaroError
 from otaro.generation.transformers import continue_tokens
-from otaro.partial import new_folder
+from otaro.partial import new_folder, partial_path
 from otaro.tokenizer import TemplateError, encode, load_tokenizer, render_chat, template, write_chat
 from otaro.tokenizer.files import check_described, is_quick
 
@@ -533,6 +533,20 @@ def test_an_export_that_does_not_fit_leaves_nothing(
     assert code == 2
     assert "out.gguf cannot be written: " in (said := one_sentence(capfd))
     assert "free some space or choose another folder" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
+def test_a_disk_too_full_for_a_lock_keeps_nothing(tmp_path: Path) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OtaroError, match="cannot be written: "), partial_path(tmp_path / "out", tmp_path):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
 
 
