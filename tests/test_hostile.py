@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from otaro.cli import main
 from otaro.console import given_text, terminal_text
 from otaro.errors import OtaroError
 from otaro.generation.transformers import continue_tokens
-from otaro.partial import new_folder
+from otaro.partial import new_folder, partial_path
 from otaro.tokenizer import TemplateError, encode, load_tokenizer, render_chat, template, write_chat
 from otaro.tokenizer.files import check_described, is_quick
 
@@ -190,6 +191,7 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "template": (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "cannot be loaded"),
     "token": (replaced(Path("tokenizer_config.json"), eos_token={"a": []}), "cannot be loaded"),
+    "two": (replaced(Path("tokenizer_config.json"), tokenizer_class="RagTokenizer"), "RagTokenizer is not the"),
     "config": (replaced(Path("tokenizer_config.json"), added_tokens_decoder={"x": 1}), "cannot be loaded"),
     "panic": (
         replaced(Path("tokenizer.json"), pre_tokenizer={**SPLIT, "pattern": {"Regex": r"(\w+)+$|(\s|\s)*\d"}}),
@@ -365,6 +367,52 @@ def test_a_config_that_cannot_be_used_is_one_sentence(
         assert sentence in one_sentence(capfd)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attn_implementation": "evil/kernel", "experts_implementation": "evil/kernel"},  # fetched from the hub and run
+        {"attn_implementation": "flex_attention"},  # compiled
+        {"return_dict": False},
+    ],
+    ids=["kernel", "compiled", "tuples"],
+)
+def test_how_a_model_is_run_is_not_the_folder_s(
+    folder: Path, tiny_llama: Path, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    plain = Path(shutil.copytree(tiny_llama, tmp_path / "plain"))
+    (tmp_path / "text").write_text("hello " * 20)
+    for place in (folder, plain):
+        change(place / "config.json", **values)
+    assert otaro.load(folder).config._attn_implementation in ("eager", "sdpa")
+    options = ["--window", "8", "--max-windows", "1", "--precisions", "E5M4", "--device", "cpu", "--backend", "torch"]
+    for place in (folder, plain):
+        assert main(["eval", str(place), "--text", str(tmp_path / "text"), *options]) == 0
+
+
+def test_an_adapter_beside_the_weights_is_refused(
+    folder: Path, tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would look for its weights, pickled ones too, and a pipe would keep it waiting for ever."""
+    plain = Path(shutil.copytree(tiny_llama, tmp_path / "plain"))
+    for place in (folder, plain):
+        os.mkfifo(place / "adapter_config.json")
+    with pytest.raises(OtaroError, match=r"holds an adapter \(adapter_config.json\): merge it"):
+        otaro.load(folder)
+    for command in (["generate", folder, "--prompt", "hello"], ["info", folder], ["pack", plain, tmp_path / "out"]):
+        assert main([str(argument) for argument in command]) == 2
+        assert "holds an adapter" in one_sentence(capfd)
+
+
+def test_what_transformers_logs_of_a_config_is_not_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what it cannot set, with the folder's own text in it, before it raises the same."""
+    change(folder / "config.json", sub_configs="\x1b[2J")
+    heard: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("transformers").handlers[0], "emit", heard.append)
+    with pytest.raises(OtaroError, match="config.json of packed cannot be used"):
+        otaro.load(folder)
+    assert not heard
+
+
 def test_a_folder_is_described_whatever_its_config_says(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for value in (7, {}, {"a": 1}, [], [["x"]], None):
         change(folder / "config.json", architectures=value)
@@ -485,6 +533,20 @@ def test_an_export_that_does_not_fit_leaves_nothing(
     assert code == 2
     assert "out.gguf cannot be written: " in (said := one_sentence(capfd))
     assert "free some space or choose another folder" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
+def test_a_disk_too_full_for_a_lock_keeps_nothing(tmp_path: Path) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OtaroError, match="cannot be written: "), partial_path(tmp_path / "out", tmp_path):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import random
 import shutil
 import struct
@@ -382,6 +383,7 @@ CLASSES = (
     "RobertaTokenizerFast",
     "XLMTokenizer",
     "CodeLlamaTokenizer",
+    "RagTokenizer",
 )
 
 
@@ -401,6 +403,24 @@ def spoil_tokenizer_config(described: Any, chance: random.Random) -> Any:
         {"fix_mistral_regex": True, "add_bos_token": True, "add_eos_token": "x", "bos_token": None},
     )
     return {**described, **chance.choice(odd)}
+
+
+RUNNING: tuple[dict[str, Any], ...] = (
+    {"attn_implementation": "evil/kernel"},
+    {"_attn_implementation": "flex_attention"},
+    {"experts_implementation": "evil/kernel", "use_kernels": True},
+    {"return_dict": False, "output_attentions": True},
+    {"dtype": "nn", "torch_dtype": "__class__"},
+    {"layer_types": ["full_attention"] * 4096},
+    {"sub_configs": {"text_config": 1}, "text_config": {"model_type": "llama"}},
+)
+"""What a config says of how to run a model, which is not its to say."""
+
+
+def spoil_config(described: Any, chance: random.Random) -> Any:
+    if not isinstance(described, dict) or chance.random() < 0.9:
+        return spoil_value(described, chance)
+    return {**described, **chance.choice(RUNNING)}
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------
@@ -430,7 +450,11 @@ def spoil_file(path: Path, chance: random.Random) -> None:
     elif kind < 0.25:
         path.write_bytes(spoil_bytes(data, chance))
     elif path.suffix == ".json":
-        ways = {"tokenizer.json": spoil_tokenizer, "tokenizer_config.json": spoil_tokenizer_config}
+        ways = {
+            "tokenizer.json": spoil_tokenizer,
+            "tokenizer_config.json": spoil_tokenizer_config,
+            "config.json": spoil_config,
+        }
         spoil = ways.get(path.name, spoil_value)
         path.write_text(json.dumps(spoil(json.loads(data), chance)))
 
@@ -443,3 +467,19 @@ def spoil_folder(folder: Path, chance: random.Random, often: tuple[str, ...]) ->
         target = folder / chance.choice((*names, *preferred * 4))
         with contextlib.suppress(Exception):
             spoil_file(target, chance)  # what is spoilt already may not be understood a second time
+    if chance.random() < 0.02:
+        add_file(folder, chance)
+
+
+def add_file(folder: Path, chance: random.Random) -> None:
+    """A file that libraries may look for, or a pipe or a device in the place of one."""
+    name = chance.choice(("adapter_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja"))
+    path = folder / name
+    path.unlink(missing_ok=True)
+    ways: tuple[Callable[[], Any], ...] = (
+        lambda: path.write_text(json.dumps(chance.choice(ODD))),
+        lambda: path.symlink_to(chance.choice(("/dev/zero", "/dev/null", name))),
+        lambda: os.mkfifo(path),
+    )
+    with contextlib.suppress(UnicodeEncodeError):
+        chance.choice(ways)()

@@ -8,6 +8,7 @@ many more parts than there are tensors.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ MODULES_PER_TENSOR = 50
 SPARE_MODULES = 1000
 UNSTATED_CONTEXT = 2048
 """Tokens of a model whose config does not say how many it can read."""
+ADAPTER = "adapter_config.json"
 
 
 def load_config(folder: Path, content: dict[str, Any]) -> Any:
@@ -33,7 +35,28 @@ def load_config(folder: Path, content: dict[str, Any]) -> Any:
 
     check_counts(content, f"config.json of {folder.name}")
     with foreign_code(f"config.json of {folder.name} cannot be used", FormatError), quiet():
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _forget_how_to_run(config)
+        return config
+
+
+def _forget_how_to_run(config: Any) -> None:
+    """A config says what a model is; how it is run, with kernels from the hub perhaps, is not the folder's to say."""
+    from transformers import PreTrainedConfig
+
+    waiting = [config]
+    while waiting:
+        part = waiting.pop()
+        part._attn_implementation = part._experts_implementation = None
+        part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
+        within = (getattr(part, name, None) for name in part.sub_configs)
+        waiting += [inner for inner in within if isinstance(inner, PreTrainedConfig)]
+
+
+def check_no_adapter(folder: Path, label: str | Path, kind: type[OtaroError] = FormatError) -> None:
+    """Refuse a folder with an adapter beside its weights: transformers would put it into the model, the engine not."""
+    if os.path.lexists(folder / ADAPTER):
+        raise kind(f"{label} holds an adapter ({ADAPTER}): merge it into the weights, and pack the whole")
 
 
 def check_counts(content: Any, place: str) -> None:

@@ -92,7 +92,6 @@ def _beside(out: Path, parent: Path) -> Iterator[Path]:
             yield partial
         finally:
             _delete(partial)
-            lock.unlink(missing_ok=True)
 
 
 def _delete(path: Path) -> None:
@@ -104,20 +103,22 @@ def _delete(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """A new file that is locked for the block, and says which machine that is."""
+    """A new file that is locked for the block, and says which machine that is; a full disk may not take even that."""
     if sys.platform == "win32":  # leftovers are not told from others there
         yield
         return
     while True:
-        with path.open("xb") as file:
-            with contextlib.suppress(OSError):  # a file system without locks: leftovers stay
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if not path.exists():  # swept before it was locked
-                continue
-            file.write(json.dumps(_machine()).encode())
-            file.flush()
-            yield
-            return
+        with path.open("xb", buffering=0) as file:
+            try:
+                with contextlib.suppress(OSError):  # a file system without locks: leftovers stay
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                if not path.exists():  # swept before it was locked
+                    continue
+                file.write(json.dumps(_machine()).encode())
+                yield
+                return
+            finally:
+                path.unlink(missing_ok=True)
 
 
 def _sweep(folder: Path) -> None:

@@ -30,6 +30,7 @@ from otaro.checkpoint.layout import (
 )
 from otaro.errors import FormatError, PrecisionError
 from otaro.json_file import LARGEST_INDEX, read_json
+from otaro.model_config import check_no_adapter
 from otaro.packing import SCALE, Planes, split_key
 from otaro.precision import NARROWEST, Precision, join
 from otaro.progress import Progress
@@ -108,6 +109,7 @@ class PackedFolder:
         path = self.path / "config.json"
         if not self.path.exists():
             raise FormatError(f"{self.path} does not exist")
+        check_no_adapter(self.path, self.path)
         if not path.is_file():
             raise FormatError(f"{self.path} is not a model folder: it has no config.json")
         try:

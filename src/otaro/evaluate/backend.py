@@ -19,7 +19,7 @@ from otaro.engine.architecture import open_native
 from otaro.engine.engine import usable_cores
 from otaro.engine.session import Session, Work
 from otaro.engine.weights import Weights
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, foreign_code
 from otaro.evaluate.perplexity import POSITIONS_PER_SLICE
 from otaro.evaluate.results import Width
 from otaro.hf import load
@@ -79,7 +79,9 @@ class TorchBackend:
         batch = tokens[None].to(self.model.device)
         for width in widths:
             self.set_width(width)
-            yield 0, width, self.model(input_ids=batch, use_cache=False).logits[0]
+            with foreign_code("transformers cannot run this model"):
+                logits = self.model(input_ids=batch, use_cache=False).logits[0]
+            yield 0, width, logits
 
 
 class NativeBackend:

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from otaro.errors import FormatError, SourceError, first_line, foreign_code
 from otaro.json_file import LARGEST, LARGEST_INDEX, read_json
-from otaro.model_config import load_config
+from otaro.model_config import check_no_adapter, load_config
 from otaro.quiet import quiet
 from otaro.safetensors_file import SafetensorsFile, TensorInfo
 from otaro.sefp import Format
@@ -195,6 +195,7 @@ def _read_json(path: Path, label: str, largest: int = LARGEST) -> dict[str, Any]
 
 
 def _read_config(folder: Path, label: str) -> dict[str, Any]:
+    check_no_adapter(folder, label, SourceError)
     if not (folder / "config.json").is_file():
         raise SourceError(f"{label} is not a model folder: it has no config.json")
     content = _read_json(folder / "config.json", label)

@@ -43,7 +43,7 @@ PROBE = "Probe 1: \u00e9\u6f22\U0001f600\n"
 
 def load_tokenizer(folder: str | Path, label: str | None = None) -> Any:
     """The tokenizer in a model's folder; no code that lies there is run. `label` is what errors call the folder."""
-    from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     from otaro.quiet import quiet
 
@@ -57,6 +57,8 @@ def load_tokenizer(folder: str | Path, label: str | None = None) -> Any:
                 # It looks at the kind of model alone, but would import what belongs to that kind.
                 options["config"] = PreTrainedConfig.from_pretrained(folder, **options)
             tokenizer = loader.from_pretrained(folder, **options)
+            if not isinstance(tokenizer, PreTrainedTokenizerBase):  # two tokenizers in one, for instance
+                raise ValueError(f"{type(tokenizer).__name__} is not the tokenizer of one text")
             decode(tokenizer, encode(tokenizer, PROBE))
     except (OtaroError, ValueError, OSError) as error:
         raise OtaroError(
