@@ -162,8 +162,15 @@ def test_answers_that_do_not_fit_are_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", *records)
     blocks = load_blocks([path], chat_tokenizer(), 20, layout="padded")
     assert (len(blocks), blocks.left_out) == (1, 1)
-    with pytest.raises(OtaroError, match="no answer .* within the first 4 tokens"):
+    with pytest.raises(OtaroError, match="no answer .* within a sequence of 4 tokens"):
         load_blocks([path], chat_tokenizer(), 4, layout="padded")
+
+
+def test_blocks_without_any_answer_are_refused(tmp_path: Path) -> None:
+    """The last block holds the answer and is not full, so only the prompt's are left."""
+    path = write(tmp_path / "data.jsonl", {"instruction": "x" * 90, "output": "y"})
+    with pytest.raises(OtaroError, match="no answer .* within a sequence of 80 tokens"):
+        load_blocks([path], chat_tokenizer(), 80)
 
 
 @pytest.mark.parametrize(

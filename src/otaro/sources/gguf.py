@@ -142,7 +142,10 @@ class GgufSource(Source):
                 target = self._names.get(name) or self._names.get(name.removesuffix(".weight"))
                 if target is not None:
                     self._origins.setdefault(target, []).append(name)
-            if all(self._held(name) == parameter.numel() for name, parameter in wanted.items()):
+            # Each parameter needs a tensor of its own: with fewer of them no other names would help.
+            if len(self._file.tensors) < len(wanted) or all(
+                self._held(name) == parameter.numel() for name, parameter in wanted.items()
+            ):
                 break
         self.tensors = []
         for name, parameter in wanted.items():

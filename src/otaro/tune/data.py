@@ -98,7 +98,9 @@ def load_blocks(
     tokens = _tokens([example for example in examples if example.pieces], tokenizer)
     if sum(len(ids) for ids, _ in tokens) < 2:
         raise OtaroError(f"{named} holds no text to tune on: give a file with some")
-    blocks = _pack(tokens, length, named) if layout == "packed" else _one_each(tokens, length, named)
+    blocks = _pack(tokens, length, named) if layout == "packed" else _one_each(tokens, length)
+    if not len(blocks):
+        raise OtaroError(f"no answer in {named} lies within a sequence of {length} tokens: choose longer sequences")
     blocks.left_out += len(examples) - len(tokens)
     return blocks
 
@@ -137,7 +139,7 @@ def _pack(tokens: Iterable[tuple[list[int], list[int]]], length: int, named: str
     return Blocks([ids[part] for part in kept], [labels[part] for part in kept], len(cut) - len(kept))
 
 
-def _one_each(tokens: Iterable[tuple[list[int], list[int]]], length: int, named: str) -> Blocks:
+def _one_each(tokens: Iterable[tuple[list[int], list[int]]], length: int) -> Blocks:
     all_ids, all_labels, left_out = [], [], 0
     for ids, labels in tokens:
         # Text that is longer goes on in the next sequence; of a conversation the rest is cut off.
@@ -149,8 +151,6 @@ def _one_each(tokens: Iterable[tuple[list[int], list[int]]], length: int, named:
                 all_labels.append(labels[part])
             elif not whole:
                 left_out += 1
-    if not all_ids:
-        raise OtaroError(f"no answer in {named} lies within the first {length} tokens: choose longer sequences")
     return Blocks(all_ids, all_labels, left_out)
 
 
