@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -124,19 +125,20 @@ def text_blocks(token_ids: Tensor, length: int) -> Blocks:
     return Blocks(ids, ids)
 
 
-def _pack(tokens: Iterable[tuple[list[int], list[int]]], length: int, named: str) -> Blocks:
-    ids = [token for example, _ in tokens for token in example]
-    labels = [label for _, example in tokens for label in example]
+def _pack(tokens: Sequence[tuple[list[int], list[int]]], length: int, named: str) -> Blocks:
+    ids, labels = (
+        numpy.concatenate([numpy.array(part, numpy.int64) for part in parts]) for parts in zip(*tokens, strict=True)
+    )
     count = len(ids) // length
     if count == 0:
         raise OtaroError(
             f"{named} holds {len(ids)} tokens, fewer than one sequence of {length}: give more text or "
             "choose shorter sequences"
         )
-    cut = [slice(start, start + length) for start in range(0, count * length, length)]
+    ids, labels = (whole[: count * length].reshape(count, length) for whole in (ids, labels))
     # A block without an answer in it would give no loss; it is left out where prompts are learned, too.
-    kept = [part for part in cut if any(label != IGNORED for label in labels[part][1:])]
-    return Blocks([ids[part] for part in kept], [labels[part] for part in kept], len(cut) - len(kept))
+    kept = (labels[:, 1:] != IGNORED).any(1)
+    return Blocks(ids[kept].tolist(), labels[kept].tolist(), count - int(kept.sum()))
 
 
 def _one_each(tokens: Iterable[tuple[list[int], list[int]]], length: int) -> Blocks:
