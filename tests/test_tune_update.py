@@ -204,7 +204,7 @@ def test_compiled_it_is_the_same_run(tmp_path: Path) -> None:
         assert torch.equal(first, second), name
 
 
-@pytest.mark.parametrize(("method", "graphs"), [("fp16", 2), ("uniform", 2), ("tiers", 4)])
+@pytest.mark.parametrize(("method", "graphs"), [("fp16", 2), ("uniform", 2), ("tiers", 6)])
 def test_layers_and_widths_share_what_is_compiled(
     method: str, graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,13 +21,22 @@ from torch import Tensor
 from otaro.errors import PrecisionError
 from otaro.ops.cuda import calls, compiler
 from otaro.ops.cuda.calls import MOST_BATCH, Device, Plan
-from otaro.ops.cuda.compiler import available
 from otaro.ops.cuda.layout import ROWS, Fragments, from_planes, supports, to_planes
 from otaro.precision import NARROWEST, Precision
 
 __all__ = ["Fragments", "available", "dequantize", "embedding", "from_planes", "linear", "supports", "to_planes"]
 
 _DECODE_THREADS, _MOST_BLOCKS = 128, 2**31 - 1
+
+
+def available(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device, None where they can."""
+    reason = compiler.available(device)
+    if reason is None:
+        # Compiled graphs take the answer as it is. Not a decorator: it imports torch's compiler, 100 MB for nothing
+        # where there is no GPU.
+        torch.compiler.assume_constant_result(_divides)
+    return reason
 
 
 def linear(
@@ -72,11 +81,10 @@ def _multiplies(x: Tensor, fragments: Fragments, precision: Precision) -> bool:
     if not 0 < batch <= MOST_BATCH or x.dtype not in (torch.float16, torch.bfloat16):
         return False
     extra = precision.mantissa - NARROWEST.mantissa
-    divides: bool = _divides(_index(fragments.base), *fragments.base.shape[:2], extra, calls.kernel_columns(batch))
-    return divides
+    tiles, units = fragments.base.shape[:2]
+    return _divides(_index(fragments.base), tiles, units, extra, calls.kernel_columns(batch))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _divides(index: int, tiles: int, units: int, extra: int, columns: int) -> bool:
     return _has_plan(index, tiles, units, extra, columns)
 
