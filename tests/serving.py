@@ -69,26 +69,15 @@ def serving(
     listening = bind("127.0.0.1", 0)
     url = address_of(listening)
     server = Server(make_app(service, keys=keys, origins=origins, hosts=hosts), service)
-    loop: list[asyncio.AbstractEventLoop] = []
-
-    async def run() -> None:
-        loop.append(asyncio.get_running_loop())
-        await server.serve(sockets=[listening])
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
+    thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[listening]),), daemon=True)
     thread.start()
     until(lambda: server.started)
-
-    def stop() -> None:
-        if thread.is_alive():
-            loop[0].call_soon_threadsafe(server.stop)
-
     try:
         with httpx2.Client(base_url=url, timeout=TIMEOUT) as client:
-            yield Served(url, service, client, stop, thread)
+            yield Served(url, service, client, server.stop, thread)
     finally:
-        stop()
-        stop()  # the second time it waits for nobody
+        server.stop()
+        server.stop()  # the second time it waits for nobody
         thread.join(TIMEOUT)
         assert not thread.is_alive()
         service.close()

@@ -6,7 +6,7 @@ problems     what is answered where something is wrong
 queue        whose turn it is
 control      at which precision
 answer, logprobs, writing    an answer while it is made: tokens to text, text to JSON and events
-service      all that a request goes through, and what goes on beside
+service      all that a request goes through, and what goes on beside; mailbox brings it tokens
 chat, completions, status, static    the routes; the page's files are in page/
 app          all of it put together
 listening, server    the process: its socket, its signals, its end

@@ -12,6 +12,8 @@ import logging
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -19,8 +21,12 @@ from starlette.types import ASGIApp
 
 from otaro.serve.service import Service
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MOMENT = 0.05
 LAST_SECONDS = 5
 """How long the connections of answers that were ended have to be closed."""
+HURRIED_SECONDS = 0.5
+"""The same after a second signal."""
 IDLE_SECONDS = 30
 MOST_CONNECTIONS = 1000
 
@@ -41,7 +47,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._service = service
-        self._ending: asyncio.Task[None] | None = None
+        self._hurried = False
         super().__init__(
             uvicorn.Config(
                 app,
@@ -58,40 +64,43 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Both signals end the server in good order, and the process goes on behind it."""
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM)
-        try:
-            for number in signals:
-                loop.add_signal_handler(number, self.stop)
-        except (NotImplementedError, RuntimeError, ValueError):  # on Windows, or not in the main thread
-            with super().capture_signals():
-                yield
+        """Both signals end the server in good order, and the process goes on behind it.
+
+        Handlers of the interpreter's own, and not the event loop's: those wake the loop through a socket, and are lost
+        where that is full because much else wakes it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
             return
+        before = {number: signal.signal(number, lambda *_: self.stop()) for number in SIGNALS}
         try:
             yield
         finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def stop(self) -> None:
-        """End the server; the second time without waiting for answers."""
-        if self.should_exit:
-            self.force_exit = True
-            self._service.cancel()
-            return
+        """End the server; the second time without waiting for answers. From any thread, or a signal's handler."""
+        self._hurried = self.should_exit
         self.should_exit = True
-        self._service.stop()
-        self._ending = asyncio.get_running_loop().create_task(self._end_answers())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stop()
+        ending = asyncio.create_task(self._end_answers())
         await super().shutdown(sockets)
+        ending.cancel()
         if self.force_exit:  # uvicorn would leave the app's own end out
             await self.lifespan.shutdown()
 
     async def _end_answers(self) -> None:
-        await asyncio.sleep(self._service.limits.grace)
+        end = time.monotonic() + self._service.limits.grace
+        while time.monotonic() < end and not self._hurried:
+            await asyncio.sleep(MOMENT)
         self._service.cancel()
+        while not self._hurried:
+            await asyncio.sleep(MOMENT)
+        await asyncio.sleep(HURRIED_SECONDS)
+        self.force_exit = True
 
 
 def run(app: ASGIApp, service: Service, listening: socket.socket) -> None:

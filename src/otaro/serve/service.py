@@ -28,6 +28,7 @@ from otaro.precision import Precision
 from otaro.serve.answer import Answer, Piece
 from otaro.serve.control import MOMENT, Choice, Control
 from otaro.serve.logprobs import TokenTexts
+from otaro.serve.mailbox import Mailbox
 from otaro.serve.metrics import Metrics
 from otaro.serve.problems import Problem
 from otaro.serve.queue import RETRY_SECONDS, Queue, full, stopping
@@ -86,6 +87,7 @@ class Service:
         self.engine, self.scheduler, self.tokenizer = engine, scheduler, tokenizer
         self.control, self.limits = control, limits
         self.queue = Queue(limits.seats, limits.waiting)
+        self.mailbox = Mailbox()
         self.metrics = Metrics(self)
         self.texts = TokenTexts(tokenizer)
         self.end = end_tokens(engine, tokenizer)
@@ -238,13 +240,13 @@ class Generation:
     ) -> None:
         self.id, self.created, self.model = id, int(time.time()), choice.model
         self._service, self._client, self._begun = service, client, begun
-        self._loop = asyncio.get_running_loop()
+        loop = service.mailbox.loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
         self._first: float | None = None
         self._expired = False
         self._gone, self._clock = (
             gone,
-            self._loop.call_later(max(0.0, service.limits.seconds - (time.monotonic() - begun)), self._expire),
+            loop.call_later(max(0.0, service.limits.seconds - (time.monotonic() - begun)), self._expire),
         )
         self.prompt_tokens = sum(len(one.prompt) for one in wanted if one.counted)
         self.answers = [Answer(index, service.tokenizer, stop, one.prompt) for index, one in enumerate(wanted)]
@@ -345,12 +347,7 @@ class Generation:
 
     def _hand_over(self, index: int) -> Callable[[Token | None], None]:
         """What the scheduler's thread calls."""
-
-        def hand_over(token: Token | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: the server is gone
-                self._loop.call_soon_threadsafe(self._arrive, index, token)
-
-        return hand_over
+        return lambda token: self._service.mailbox.post(self._arrive, index, token)
 
     def _arrive(self, index: int, token: Token | None) -> None:
         if self._first is None and token is not None:
