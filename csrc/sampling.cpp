@@ -100,6 +100,8 @@ int32_t Picker::choose(const otaro_sampling& sampling, float* logits, int64_t be
     }
     const Bracket bracket = surround(weights, floor, mass);
     list(weights, bracket.low, bracket.high);
+    // Sums are rounded, and next to 1 even that of all weights may fall short: then all are kept.
+    if (listed_ == 0) return draw(weights, std::max(floor, least), number);
     cut(weights, vocabulary_, mass, bracket.above);
     return draw(weights, std::max(bracket.low, least), number);
 }

@@ -122,6 +122,17 @@ def test_draws_are_those_of_the_reference(kind: str, sampling: Sampling) -> None
             assert others == {token}
 
 
+def test_a_share_next_to_all_keeps_all_that_weighs_anything() -> None:
+    """By rounding even the sum of all weights may fall short of it: there is nothing to cut then."""
+    for trial in range(40):
+        logits = 3 * logits_of("normal", 49152, trial)
+        for share in (1 - 1e-8, 1 - 1e-9, 0.9999999999999999):
+            sampling = Sampling(2.0, top_p=share, seed=trial)
+            token = picked(sampling, logits)
+            assert {picked(sampling, logits, isa=isa) for isa in cpu.isas()} == {token}
+            assert token in allowed(distribution(sampling, logits), number(trial, 0))
+
+
 def test_what_is_cut_off_is_never_drawn_and_what_is_kept_is() -> None:
     logits = numpy.array([2.0, 1.0, 0.0, -1.0, 3.0], dtype=numpy.float32)
     for sampling, kept in (

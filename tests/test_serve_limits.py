@@ -20,6 +20,8 @@ import openai
 import pytest
 
 from otaro.errors import OtaroError
+from otaro.serve.problems import Problem
+from otaro.serve.queue import Queue
 from otaro.serve.service import Limits
 from tests.serving import SAY, Paced, PacedRunning, Served, open_paced, open_tiny, serving, until
 
@@ -423,3 +425,37 @@ def test_an_answer_that_does_not_end_is_ended(packed_llama: Path, twice: bool) -
         served.thread.join(20)
         assert not served.thread.is_alive()
     assert paced.closed
+
+
+def test_a_seat_that_comes_free_as_a_client_leaves_goes_to_the_next() -> None:
+    async def leave_and_free() -> None:
+        queue = Queue(1, 10)
+        await queue.take("first", 1)
+        leaving, staying = (asyncio.ensure_future(queue.take(client, 1)) for client in ("leaving", "staying"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        queue.give_back("first")  # in the same turn of the loop
+        await asyncio.wait_for(staying, 5)
+        assert (queue.running, queue.waiting) == (1, 0)
+        leaving, staying = (asyncio.ensure_future(queue.take(client, 1)) for client in ("leaving", "staying"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        queue.close()
+        with pytest.raises(Problem, match="stopping"):
+            await staying
+
+    asyncio.run(leave_and_free())
+
+
+def test_scoring_a_prompt_ends_with_its_time(packed_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*_: Any, ended: Any, **__: Any) -> None:
+        while not ended():
+            time.sleep(0.01)
+
+    monkeypatch.setattr("otaro.serve.service.scores", endless)
+    with serving(open_tiny(packed_llama, limits=Limits(seconds=1.5))) as served:
+        asked = {"prompt": "a b c", "echo": True, "logprobs": 1, "max_tokens": 1}
+        answer = served.post("/v1/completions", asked)
+        assert answer.status_code == 503
+        assert "in time" in answer.json()["error"]["message"]
+        until(lambda: served.service.queue.running == 0)

@@ -64,6 +64,11 @@ def test_the_default_and_what_is_in_memory_change_while_it_runs(packed_llama: Pa
         assert raised["precision"] == "E5M5"  # what is in memory does not change what is used
         for wrong in ({}, {"precision": "E5M9"}, {"resident": "auto"}, {"precision": 4}, {"width": "E5M4"}):
             assert served.client.put("/v1/precision", json=wrong).status_code == 400
+        # What is refused has changed nothing.
+        for wrong in ({"resident": "E5M4", "precision": "E5M9"}, {"resident": "E5M4", "precision": "E5M8"}):
+            assert served.client.put("/v1/precision", json=wrong).status_code == 400
+        said = served.client.get("/v1/precision").json()
+        assert (said["precision"], said["resident"]) == ("E5M5", "E5M8")
         assert served.client.get("/metrics").text.count("otaro_resident_mantissa_bits 8.0") == 1
 
 
@@ -87,6 +92,10 @@ def test_wider_planes_that_cannot_be_read_leave_what_is_there(packed_llama: Path
         assert (health["width"], health["resident"]) == ("E5M5", "E5M5")
         assert "model-m6" in health["error"] or "E5M6" in health["error"]
         assert widths(served) == {"E5M5": 4}
+        assert served.post(CHAT, {**SAY, "precision": "E5M8"}).status_code == 400
+        shutil.copy(packed_llama / path.name, path)
+        assert served.client.put("/v1/precision", json={"resident": "E5M8"}).json()["resident"] == "E5M8"
+        assert served.client.get("/health").json()["status"] == "ok"
 
 
 def test_answers_begin_with_the_first_file(packed_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,7 @@ class Engine:
         if context is not None and whole("context", context, 1, MOST_CONTEXT) > limit:
             raise OtaroError(f"a context of {context} tokens is not possible: the model's own is {limit}")
         self.context = int(context or min(limit, DEFAULT_CONTEXT))
+        self._live = LiveWeights(self.weights)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._session = self.new_session(self.context)
         self._work = Work(self.weights.model)  # used by whoever holds `running`
@@ -126,7 +127,6 @@ class Engine:
         self._held: list[int] = []
         self._text = threading.Lock()  # held while a text is run, between its tokens too
         self._text_thread: int | None = None
-        self._live = LiveWeights(self.weights)
         self.used = self.weights.loaded
         """The width that the latest tokens were run at."""
         # When the engine goes, and before the interpreter does: a thread must not outlive what it changes.
@@ -199,7 +199,8 @@ class Engine:
     def new_session(self, context: int) -> Session:
         """Room for the keys and values of one more text."""
         session = Session(self.weights.model, context, cache=self.kv_cache)
-        self._sessions.add(session)
+        with self.running:  # `memory` goes through them
+            self._sessions.add(session)
         return session
 
     def logits(self, tokens: Sequence[int], precision: Precision | str | None = None) -> Logits:

@@ -144,4 +144,6 @@ class LiveWeights:
                         return
                     self.weights.add(width, self.running, self._wants(width))
         except Exception as error:  # of any kind: nobody would see it in this thread
+            with self.running:
+                self._limit = min(self._limit, self.weights.loaded)  # what could not be read is not to come any more
             self._failure = error

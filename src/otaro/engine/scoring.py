@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy
 
@@ -20,14 +20,23 @@ Score = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a token, and the likeliest tokens in its place with theirs."""
 
 
-def scores(engine: Engine, tokens: Sequence[int], precision: Precision | None = None, *, top: int = 0) -> list[Score]:
-    """The scores of every token of a text but the first, with the `top` likeliest in its place."""
+def scores(
+    engine: Engine,
+    tokens: Sequence[int],
+    precision: Precision | None = None,
+    *,
+    top: int = 0,
+    ended: Callable[[], bool] = lambda: False,
+) -> list[Score] | None:
+    """The scores of every token of a text but the first, with the `top` likeliest in its place; None once `ended`."""
     ids = token_ids(tokens)
     engine.check_prompt(ids, 0)
     engine.check_widths(precision, None)
     work, session = Work(engine.weights.model, fine=True), Session(engine.weights.model, len(ids))
     found: list[Score] = []
     for first in range(0, len(ids) - 1, PART):
+        if ended():
+            return None
         part = ids[first : min(first + PART, len(ids) - 1)]
         with engine.running:
             _, widths = engine.widths_now(precision)

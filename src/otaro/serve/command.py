@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Annotated
 
@@ -78,6 +79,8 @@ def serve(
     keys = _checked(api_key or [], "an API key", lambda text: text.isascii() and text.isprintable() and " " not in text)
     origins = _checked(cors or [], "an origin", lambda text: "://" in text and not text.endswith("/"))
     largest = parse_size(max_body)
+    if not (math.isfinite(time_limit) and math.isfinite(grace)):
+        raise OtaroError("--time-limit and --grace are numbers of seconds: give finite ones")
     if name is not None and not (name.isprintable() and 0 < len(name) <= 200 and "@" not in name):
         raise OtaroError("--name must be a short name without @")
 

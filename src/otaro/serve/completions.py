@@ -62,7 +62,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
                 number = index // body.choices  # of the prompt, which several answers may have
                 if number not in scored:
                     width, _ = service.control.decode(choice)
-                    scored[number] = await service.score(prompt, choice.prefill or width, body.logprobs)
+                    scored[number] = await service.score(request, prompt, choice.prefill or width, body.logprobs)
                 tokens = scored[number] + tokens
         finished.append(_choice(index, text, logprobs_of(index, tokens), pieces[-1].finish))
     return JSONResponse(whole(service, generation, "text_completion", finished))

@@ -132,6 +132,15 @@ class Control:
     def parse(self, text: str) -> Default:
         return AUTO if text.lower() == AUTO else self._precision(text)
 
+    def parse_default(self, text: str, resident: Precision | None) -> Default:
+        """The same, where `resident` is what will be in memory, if that is about to change."""
+        if resident is None or text.lower() == AUTO:
+            return self.parse(text)
+        width = self.on_disk(text)
+        if width > resident:
+            raise PrecisionError(f"precision {width} is wider than {resident}, which is to be in memory: raise it")
+        return width
+
     def decode(self, choice: Choice) -> tuple[Precision | None, bool]:
         """What an answer begins at, None where it follows the engine's own; and whether that follows the load."""
         if choice.decode == AUTO or (choice.decode is None and self._automatic):
@@ -153,11 +162,11 @@ class Control:
         if found is None:
             raise Problem(404, "no answer with this id is being written", param="id", code="not_running")
         wanted = self.parse(text)
+        self._set(found, self.auto.width(self.resident) if wanted == AUTO else wanted)
         if wanted == AUTO:
             self._following.add(id)
         else:
             self._following.discard(id)
-        self._set(found, self.auto.width(self.resident) if wanted == AUTO else wanted)
         return wanted
 
     def observe(self, waiting: int, running: int, seats: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from otaro.serve.problems import Problem
@@ -42,9 +41,8 @@ class _Waiting:
 class Queue:
     """`seats` answers run at a time, `limit` requests wait at most."""
 
-    def __init__(self, seats: int, limit: int, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, seats: int, limit: int) -> None:
         self.seats, self.limit = seats, limit
-        self._changed = changed
         self._waiting: list[_Waiting] = []  # in the order they came
         self._taken: Counter[str] = Counter()
         self._served: dict[str, int] = {}  # when a client that holds seats or waits was last served
@@ -72,7 +70,6 @@ class Queue:
             self._make_room(client)
         place = _Waiting(client, seats, asyncio.get_running_loop().create_future())
         self._waiting.append(place)
-        self._changed()
         try:
             await place.turn
         except BaseException:
@@ -92,6 +89,7 @@ class Queue:
     def close(self) -> None:
         """Turn away all who wait, and all who come."""
         self._closed = True
+        self._forget_gone()
         for place in self._waiting:
             place.turn.set_exception(stopping())
         self._waiting.clear()
@@ -103,10 +101,10 @@ class Queue:
         if len(self._served) > 2 * (len(self._taken) + len(self._waiting)) + 64:  # others have been forgotten long ago
             here = {*self._taken, *(place.client for place in self._waiting)}
             self._served = {name: turn for name, turn in self._served.items() if name in here}
-        self._changed()
 
     def _fill(self) -> None:
         """Seat those whose turn it is, as far as there are seats."""
+        self._forget_gone()
         while self._waiting:
             first = min(
                 self._waiting, key=lambda place: (self._taken[place.client], self._served.get(place.client, 0))
@@ -116,10 +114,16 @@ class Queue:
             self._waiting.remove(first)
             self._seat(first.client, first.seats)
             first.turn.set_result(None)
-        self._changed()
+
+    def _forget_gone(self) -> None:
+        """Those who have just left still stand in the queue until the loop comes round to them."""
+        self._waiting = [place for place in self._waiting if not place.turn.done()]
 
     def _make_room(self, client: str) -> None:
         """Turn away the latest request of whoever waits with the most, if that is not this client itself."""
+        self._forget_gone()
+        if len(self._waiting) < self.limit:
+            return
         counts = Counter(place.client for place in self._waiting)
         if not counts:
             raise full()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -98,7 +99,7 @@ class Service:
         self.loading_error: str | None = None
         self._generations: set[Generation] = set()
         self._preparing, self._prompts = asyncio.Semaphore(PREPARING), 0
-        self._scoring = asyncio.Lock()
+        self._scored: set[threading.Event] = set()
 
     # ---- what a request goes through
 
@@ -113,11 +114,33 @@ class Service:
         finally:
             self._prompts -= 1
 
-    async def score(self, tokens: Sequence[int], precision: Precision | None, top: int) -> list[Token]:
-        """The tokens of a prompt with their log probabilities, the first one without."""
-        async with self._scoring:
-            width = self.engine.width if precision is None else precision
-            found = await asyncio.to_thread(scores, self.engine, tokens, precision, top=top)
+    async def score(
+        self, http: HttpRequest, tokens: Sequence[int], precision: Precision | None, top: int
+    ) -> list[Token]:
+        """The tokens of a prompt with their log probabilities, the first one without. It takes a seat as answers do."""
+        gone, ended = asyncio.create_task(_gone(http)), threading.Event()
+        try:
+            await self._turn(http.state.client, 1, gone)
+            self._scored.add(ended)
+            try:
+                width = self.engine.width if precision is None else precision
+                work = asyncio.create_task(
+                    asyncio.to_thread(scores, self.engine, tokens, precision, top=top, ended=ended.is_set)
+                )
+                await asyncio.wait({work, gone}, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    ended.set()
+                found = await work
+            finally:
+                ended.set()
+                self._scored.discard(ended)
+                self.queue.give_back(http.state.client)
+        finally:
+            gone.cancel()
+        if found is None:
+            if gone.done() and not gone.cancelled():
+                raise ClientGoneError
+            raise stopping() if self.stopping else Problem(503, "the prompt could not be scored in time: shorten it")
         scored = [Token(id, width, *score) for id, score in zip(tokens[1:], found, strict=True)]
         return [Token(tokens[0], width), *scored]
 
@@ -209,6 +232,8 @@ class Service:
         """End all answers now."""
         for generation in list(self._generations):
             generation.cancel()
+        for ended in self._scored:
+            ended.set()
 
     def close(self) -> None:
         self.stop()
@@ -360,8 +385,8 @@ class Generation:
             self._free_seat()
 
     def _free_seat(self) -> None:
-        self._service.queue.give_back(self._client)
         self._seats -= 1
+        self._service.queue.give_back(self._client)
         if self._seats == 0:
             self._finish()
 

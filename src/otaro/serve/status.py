@@ -85,10 +85,14 @@ async def set_running_precision(id: str, body: RunningBody, request: Request) ->
 def _set_precision(service: Service, body: PrecisionBody) -> dict[str, Any]:
     control = service.control
     with _changing:  # planes are read and freed by one request at a time
-        if body.resident is not None:
-            control.set_resident(control.on_disk(body.resident))
-        if body.precision is not None:
-            control.set_default(control.parse(body.precision))
+        resident = None if body.resident is None else control.on_disk(body.resident)
+        # All is looked at before anything is changed.
+        default = None if body.precision is None else control.parse_default(body.precision, resident)
+        if resident is not None:
+            control.set_resident(resident)
+            service.loading_error = None
+        if default is not None:
+            control.set_default(default)
     return _precision(service)
 
 
