@@ -100,11 +100,10 @@ def test_what_no_page_may_send_unasked_is_refused(served: Served) -> None:
 
 
 def test_tools_that_are_nested_too_deeply_are_refused(served: Served) -> None:
-    deep: Any = {}
-    for _ in range(400):
-        deep = {"a": deep}
-    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
-    assert served.post(CHAT, {**SAY, "tools": [tool]}).status_code in (200, 400)
+    deep = '{"a": ' * 100_000 + "1" + "}" * 100_000
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
+    body = json.dumps({**SAY, "tools": []}).replace('"tools": []', f'"tools": [{tool}]')
+    refused(served.client.post(CHAT, content=body, headers={"Content-Type": "application/json"}), 400)
 
 
 def test_other_addresses_have_nothing(served: Served) -> None:
