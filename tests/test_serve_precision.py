@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ from otaro.serve.control import CALM_MOMENTS, AutoWidth
 from otaro.serve.opening import open_service
 from otaro.serve.service import Limits
 from otaro.text import TextStream
-from otaro.tokenizer import render_chat
+from otaro.tokenizer import load_tokenizer, render_chat
 from tests.serving import SAY, TIMEOUT, Served, open_paced, open_tiny, serving, until
 
 M3, M4, M5, M6, M7, M8 = reversed(Precision)
@@ -79,14 +80,19 @@ def test_only_what_is_asked_for_is_loaded(packed_llama: Path) -> None:
         assert widths(served) == {"E5M4": 4}
 
 
-def test_wider_planes_that_cannot_be_read_leave_what_is_there(packed_llama: Path, tmp_path: Path) -> None:
+def test_wider_planes_that_cannot_be_read_leave_what_is_there(
+    packed_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "spoilt"
     shutil.copytree(packed_llama, folder)
     path = folder / "model-m6.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with serving(open_service(folder, threads=1)) as served:
+    with monkeypatch.context() as patch:  # the background has failed before anything else is made
+        patch.setattr("otaro.serve.opening.load_tokenizer", lambda at: time.sleep(0.5) or load_tokenizer(at))
+        service = open_service(folder, threads=1)
+    with serving(service) as served:
         until(lambda: served.client.get("/health").json()["status"] == "degraded")
         health = served.client.get("/health").json()
         assert (health["width"], health["resident"]) == ("E5M5", "E5M5")

@@ -8,6 +8,7 @@ being written get faster and those that wait get their turn sooner.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -77,7 +78,8 @@ class Control:
         self._running: dict[str, list[Running]] = {}
         self._following: set[str] = set()
         self._automatic = False
-        self.set_default(default)
+        with contextlib.suppress(PrecisionError):  # planes that could not be read by now: the widest there is used
+            self.set_default(default)
 
     @property
     def available(self) -> list[Precision]:
