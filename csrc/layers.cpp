@@ -12,8 +12,6 @@ constexpr int64_t kRangeBytes = 16384; // of base handed to a thread at a time: 
 constexpr int64_t kSmallWork = 16384;  // floats below which work outside products is not worth sharing
 constexpr int64_t kSmallTask = 2048;   // floats of keys that are worth handing to a thread
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 // A multiple of what kernels take side by side, but for matrices so small that threads would be left without work.
 int64_t tile_grain(const Tiles& tiles, int64_t all_tiles, int threads) {
     const int64_t multiple = all_tiles >= 2 * kMostTiles * threads ? kMostTiles : 2;

@@ -15,7 +15,8 @@ namespace otaro {
 
 constexpr int64_t kAlignment = 64;
 
-static inline int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+static inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+static inline int64_t aligned(int64_t bytes) { return round_up(bytes, kAlignment); }
 
 struct Freed {
     int64_t mapped = 0;            // bytes, 0 for memory of the heap

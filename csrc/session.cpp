@@ -9,8 +9,6 @@ namespace {
 // Bytes of the keys of a layer, and of all layers, far beyond any machine, so that no product of sizes overflows.
 constexpr int64_t kMostCached = int64_t{1} << 44;
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 int64_t all_bytes(const Model& model, const Cache& cache, int64_t capacity) {
     const int64_t layers = static_cast<int64_t>(model.layers.size());
     int64_t layer, all;

@@ -10,8 +10,6 @@ namespace {
 constexpr int64_t kGuesses = 8; // rows of logits that are taken together: a token and guesses behind it
 constexpr int64_t kMostScores = int64_t{1} << 44; // far beyond any machine, so that no product of sizes overflows
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 // Floats of scratch that attention over the whole context of a session takes.
 int64_t score_floats(const Model& model, const Cache& cache, int64_t capacity) {
     const int64_t heads_per_key = model.heads / model.kv_heads;
