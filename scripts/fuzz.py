@@ -8,7 +8,7 @@ A round takes one of a few tiny models (a packed folder, an ordinary one, a GGUF
 (settings, headers, weights, sizes, tokenizers, chat templates), and runs a command or the engine on it, with a prompt
 and settings that may be odd too. In most rounds checksums are not looked at, so that what was spoilt gets through to
 the native code: whoever can alter a file can sign it anew. What a round must not do: raise anything but a sentence,
-write anything else to stderr, leave files behind, take more than SECONDS of processor time or MEMORY above what the
+write anything else to stdout or stderr, leave files behind, take more than SECONDS of processor time or MEMORY above what the
 process had at its start.
 
 The rounds run in a child process. When it crashes or hangs, the parent names the round and starts a new child behind
@@ -33,6 +33,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
+from unittest import mock
 
 from fuzzing.models import copy_model, make_models
 from fuzzing.rounds import KINDS, choose_kind, one_round
@@ -80,6 +81,14 @@ class Measure:
         return None
 
 
+def warm_up(place: Path, kinds: list[str]) -> None:
+    """Every kind on models as they should be: what stays in memory from then on is not the rounds' to answer for."""
+    with mock.patch("fuzzing.rounds.spoil_folder"), mock.patch("fuzzing.rounds.spoil_file"):
+        for kind in set(kinds) - {"engine"}:
+            for number in range(4):
+                one_round(kind, place, random.Random(f"{kind} {number}"))
+
+
 def child(place: Path, seed: int, numbers: range, kinds: list[str]) -> None:
     """Runs rounds and tells the outcome of each in a line."""
     import numpy
@@ -96,10 +105,13 @@ def child(place: Path, seed: int, numbers: range, kinds: list[str]) -> None:
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     numpy.seterr(all="ignore")
+    outcomes = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever writes there, Rust code past Python too, is noise
     if not sanitized():  # whose shadow takes terabytes of addresses
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
     faulthandler.enable()
     copy_model(place, "packed", "llama")
+    warm_up(place, kinds)
     measure = Measure()
     said = os.fstat(2).st_size
     for number in numbers:
@@ -118,7 +130,7 @@ def child(place: Path, seed: int, numbers: range, kinds: list[str]) -> None:
             outcome = "BROKE noise" if not outcome.startswith("BROKE") else outcome
         os.write(2, trace.encode(errors="replace"))
         said = os.fstat(2).st_size
-        print(number, f"{kind}: {outcome}", flush=True)
+        print(number, f"{kind}: {outcome}", file=outcomes, flush=True)
         if any(thread.name == "otaro tokenizer" for thread in threading.enumerate()):
             os._exit(RESTART)
 
@@ -156,7 +168,8 @@ class Parent:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=written, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                outcome = line.split(maxsplit=1)[1].strip()
+                told, outcome = line.strip().split(maxsplit=1)
+                assert int(told) == number, f"round {number} was to come, not {line}"
                 self._note(number, outcome, errors)
                 number += 1
                 if number % 1000 == 0:

@@ -17,6 +17,7 @@ import architectures
 import pytest
 import torch
 from conftest import byte_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import otaro
 from otaro.checkpoint.writer import new_content
@@ -198,6 +199,23 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
         "the tokenizer fails on this text: Onig",
     ),
 }
+
+
+def test_what_code_below_python_prints_while_a_tokenizer_loads_is_not_heard(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = PreTrainedTokenizerFast.from_pretrained
+
+    def noisy(*given: Any, **named: Any) -> Any:
+        os.write(1, b"Ignored unknown kwarg option \x1b[2J\n")  # as Rust code does, past sys.stdout
+        os.write(2, b"thread panicked\n")
+        return load(*given, **named)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", noisy)
+    print("before")
+    load_tokenizer(folder)
+    print("behind")
+    assert capfd.readouterr() == ("before\nbehind\n", "")
 
 
 @pytest.mark.parametrize("name", SPOILT)

@@ -1,14 +1,15 @@
 """A model's tokenizer: loaded from files that may come from anywhere, and run so that it comes to an end.
 
 The libraries underneath are transformers and `tokenizers`, which is written in Rust. Whatever they make of a file that
-is not what it should be is one sentence: an exception of any kind, a panic (whose report is kept from the terminal), a
-text that they do not get done with.
+is not what it should be is one sentence: an exception of any kind, a panic, a text that they do not get done with. What
+Rust code prints besides, past Python and with the file's own words in it, is kept from the terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ SECONDS = 3.0
 LETTERS_PER_SECOND = 20_000
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """What a tokenizer is that does as its tokenizer.json says, and nothing else."""
+STDOUT, STDERR = 1, 2
 PROBE = "Probe 1: \u00e9\u6f22\U0001f600\n"
 
 
@@ -52,7 +54,7 @@ def load_tokenizer(folder: str | Path, label: str | None = None) -> Any:
         name, options = _class_name(Path(folder)), {"local_files_only": True, "trust_remote_code": False}
         # For some kinds of models transformers puts a class of its own, with other rules, in the place of this one.
         loader = PreTrainedTokenizerFast if name in PLAIN_CLASSES else AutoTokenizer
-        with foreign_code("it cannot be loaded"), quiet(), _panics_unreported():
+        with foreign_code("it cannot be loaded"), quiet(), _silent(STDOUT, STDERR):
             if loader is AutoTokenizer and name is not None and (Path(folder) / "config.json").is_file():
                 # It looks at the kind of model alone, but would import what belongs to that kind.
                 options["config"] = PreTrainedConfig.from_pretrained(folder, **options)
@@ -109,7 +111,7 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool
 
     if not texts:
         return []
-    with _panics_unreported():
+    with _silent(STDERR):  # a panic says so there before Python hears of it
         return _within(SECONDS + sum(map(len, texts)) / LETTERS_PER_SECOND, work)
 
 
@@ -156,9 +158,10 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
 
 
 class _Silence:
-    """Sends what is written to file descriptor 2 nowhere while anyone wants it so."""
+    """Sends what is written to a file descriptor nowhere while anyone wants it so."""
 
-    def __init__(self) -> None:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._lock = threading.Lock()
         self._wanted = 0
         self._kept = -1
@@ -168,30 +171,34 @@ class _Silence:
             self._wanted += 1
             if self._wanted == 1:
                 try:
-                    self._kept = os.dup(2)
+                    self._kept = os.dup(self._descriptor)
                 except OSError:  # there is none: a program without a terminal may have closed it
                     self._kept = -1
                     return
                 nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, 2)
+                os.dup2(nowhere, self._descriptor)
                 os.close(nowhere)
 
     def end(self) -> None:
         with self._lock:
             self._wanted -= 1
             if self._wanted == 0 and self._kept >= 0:
-                os.dup2(self._kept, 2)
+                os.dup2(self._kept, self._descriptor)
                 os.close(self._kept)
 
 
-_silence = _Silence()
+_silences = {descriptor: _Silence(descriptor) for descriptor in (STDOUT, STDERR)}
 
 
 @contextlib.contextmanager
-def _panics_unreported() -> Iterator[None]:
-    """Rust code that panics says so on stderr before Python hears of it."""
-    _silence.begin()
+def _silent(*descriptors: int) -> Iterator[None]:
+    """Nothing reaches these file descriptors, not even from code that writes to them past Python."""
+    if STDOUT in descriptors and sys.stdout is not None:
+        sys.stdout.flush()  # what was printed before goes out
+    for descriptor in descriptors:
+        _silences[descriptor].begin()
     try:
         yield
     finally:
-        _silence.end()
+        for descriptor in descriptors:
+            _silences[descriptor].end()
