@@ -99,10 +99,13 @@ struct Attention {
 
 constexpr int kQueryBlock = 4; // queries that share one reading of the keys and values
 
-// A task is a block of queries with one of the heads; where keys are coded, with all heads that share them, so that they
-// are decoded once.
+// A task is a block of rows with up to kQueryBlock heads that share keys; where keys are coded, with all that do, so that
+// they are decoded once.
+static inline int64_t head_parts(const Attention& job) {
+    return job.cache.mantissa == 0 ? (job.heads / job.kv_heads + kQueryBlock - 1) / kQueryBlock : 1;
+}
 static inline int64_t attention_tasks(const Attention& job) {
-    return (job.count + kQueryBlock - 1) / kQueryBlock * (job.cache.mantissa == 0 ? job.heads : job.kv_heads);
+    return (job.count + kQueryBlock - 1) / kQueryBlock * job.kv_heads * head_parts(job);
 }
 static inline int64_t attention_scratch(const Cache& cache, int64_t capacity, int64_t heads_per_key) { // floats
     if (cache.mantissa == 0) return kQueryBlock * capacity;
