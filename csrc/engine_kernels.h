@@ -53,7 +53,7 @@ static inline int64_t unpacked_bytes(const Tiles& tiles) { return 2 * tiles.bloc
 static inline int64_t product_scratch(const Tiles& tiles) { return 2 * unpacked_bytes(tiles); }
 
 constexpr int64_t kMostTiles = 4;   // side by side in any kernel
-constexpr int64_t kUnpackFrom = 16; // rows of activations from which a tile is unpacked beforehand
+constexpr int64_t kUnpackFrom = 24; // rows of activations from which a tile is unpacked beforehand
 
 // Keys and values of one layer as float16. Keys lie 16 positions side by side, [position / 16][dimension][16], so that a
 // query meets 16 keys at a time; values lie [position][dimension]. Both a head at a time, dimensions padded to 16.
