@@ -231,6 +231,13 @@ void attend_queries(const Attention& job, const Queries& queries, int64_t kv_hea
     const auto from = [&](int64_t p) { return p + 1 > job.window ? p + 1 - job.window : 0; };
     const int64_t first_block = from(queries.position) / kKeyBlock, last_block = (last + kKeyBlock - 1) / kKeyBlock;
     const Half* const keys = reinterpret_cast<const Half*>(job.keys) + kv_offset;
+    const Half* const values = reinterpret_cast<const Half*>(job.values) + kv_offset;
+    const int64_t first = first_block * kKeyBlock;
+    if (queries.step == 0) { // one row: both are read once, the values while scores are computed
+        for (int64_t i = first * job.padded_dimension; i < last * job.padded_dimension; i += 32) {
+            V::prefetch(reinterpret_cast<const uint8_t*>(values + i));
+        }
+    }
     constexpr int kBlocks = kQueries == 1 ? 4 : kQueries == 4 ? 1 : 2; // sums enough to hide the latency of an addition
     int64_t block = first_block;
     for (; block + kBlocks <= last_block; block += kBlocks) {
@@ -241,8 +248,6 @@ void attend_queries(const Attention& job, const Queries& queries, int64_t kv_hea
         const int64_t position = queries.position + q * queries.step;
         softmax<V>(scores + q * job.capacity, first_block, last_block, from(position), position + 1);
     }
-    const Half* const values = reinterpret_cast<const Half*>(job.values) + kv_offset;
-    const int64_t first = first_block * kKeyBlock;
     int start = 0;
     for (; start + 4 * V::kLanes <= job.padded_dimension; start += 4 * V::kLanes) {
         weigh<V, kQueries, 4>(job, queries, scores, values, first, last, start);
