@@ -130,10 +130,12 @@ struct EngineKernels {
     void (*encode_row)(const float* x, const Cache&, uint8_t* row);
     void (*decode_row)(const uint8_t* row, const Cache&, float* x); // padded dimensions
     void (*attend_coded)(const Attention&, int64_t first_task, int64_t last_task, float* scratch);
-    // For picking tokens, to the same bits on every instruction set; the last two take multiples of 16.
+    // For picking tokens, to the same bits on every instruction set; sums take multiples of 16.
     bool (*largest)(const float* x, int64_t length, int64_t* place); // of the first of them; false: not all are finite
     double (*exponentials)(const float* x, int64_t length, float most, float scale, float* result); // their sum
     void (*sums)(const float* x, int64_t length, float least, float* sums); // of those not below, block by block
+    // The places of those not below `low` but below `high`, and how many; it ends once there are more than `most`.
+    int64_t (*places)(const float* x, int64_t length, float low, float high, int64_t most, int32_t* result);
 };
 
 extern const EngineKernels* const engine_kernels_ref;

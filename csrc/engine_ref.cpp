@@ -253,9 +253,17 @@ void sums_ref(const float* x, int64_t length, float least, float* sums) {
     }
 }
 
+int64_t places_ref(const float* x, int64_t length, float low, float high, int64_t most, int32_t* result) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < length && count <= most; ++i) {
+        if (x[i] >= low && x[i] < high) result[count++] = static_cast<int32_t>(i);
+    }
+    return count;
+}
+
 constexpr EngineKernels kTable{multiply_ref,   quantize_ref,     normalize_ref,  rotate_ref,     swiglu_ref,
                                store_keys_ref, attend_ref,       encode_row_ref, decode_row_ref, attend_coded_ref,
-                               largest_ref,    exponentials_ref, sums_ref};
+                               largest_ref,    exponentials_ref, sums_ref,       places_ref};
 
 } // namespace
 
