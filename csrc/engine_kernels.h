@@ -53,7 +53,7 @@ static inline int64_t unpacked_bytes(const Tiles& tiles) { return 2 * tiles.bloc
 static inline int64_t product_scratch(const Tiles& tiles) { return 2 * unpacked_bytes(tiles); }
 
 constexpr int64_t kMostTiles = 4;   // side by side in any kernel
-constexpr int64_t kUnpackFrom = 16; // rows of activations from which a tile is unpacked beforehand
+constexpr int64_t kUnpackFrom = 24; // rows of activations from which a tile is unpacked beforehand
 
 // Keys and values of one layer as float16. Keys lie 16 positions side by side, [position / 16][dimension][16], so that a
 // query meets 16 keys at a time; values lie [position][dimension]. Both a head at a time, dimensions padded to 16.
@@ -99,10 +99,13 @@ struct Attention {
 
 constexpr int kQueryBlock = 4; // queries that share one reading of the keys and values
 
-// A task is a block of queries with one of the heads; where keys are coded, with all heads that share them, so that they
-// are decoded once.
+// A task is a block of rows with up to kQueryBlock heads that share keys; where keys are coded, with all that do, so that
+// they are decoded once.
+static inline int64_t head_parts(const Attention& job) {
+    return job.cache.mantissa == 0 ? (job.heads / job.kv_heads + kQueryBlock - 1) / kQueryBlock : 1;
+}
 static inline int64_t attention_tasks(const Attention& job) {
-    return (job.count + kQueryBlock - 1) / kQueryBlock * (job.cache.mantissa == 0 ? job.heads : job.kv_heads);
+    return (job.count + kQueryBlock - 1) / kQueryBlock * job.kv_heads * head_parts(job);
 }
 static inline int64_t attention_scratch(const Cache& cache, int64_t capacity, int64_t heads_per_key) { // floats
     if (cache.mantissa == 0) return kQueryBlock * capacity;
@@ -127,10 +130,12 @@ struct EngineKernels {
     void (*encode_row)(const float* x, const Cache&, uint8_t* row);
     void (*decode_row)(const uint8_t* row, const Cache&, float* x); // padded dimensions
     void (*attend_coded)(const Attention&, int64_t first_task, int64_t last_task, float* scratch);
-    // For picking tokens, to the same bits on every instruction set; the last two take multiples of 16.
+    // For picking tokens, to the same bits on every instruction set; sums take multiples of 16.
     bool (*largest)(const float* x, int64_t length, int64_t* place); // of the first of them; false: not all are finite
     double (*exponentials)(const float* x, int64_t length, float most, float scale, float* result); // their sum
     void (*sums)(const float* x, int64_t length, float least, float* sums); // of those not below, block by block
+    // The places of those not below `low` but below `high`, and how many; it ends once there are more than `most`.
+    int64_t (*places)(const float* x, int64_t length, float low, float high, int64_t most, int32_t* result);
 };
 
 extern const EngineKernels* const engine_kernels_ref;

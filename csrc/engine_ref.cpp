@@ -184,27 +184,25 @@ void attend_head_ref(const Attention& job, int64_t row, int64_t head, ReadRow ke
     for (int d = 0; d < job.head_dimension; ++d) out[d] /= sum;
 }
 
-// `sharing` heads make one task.
-void attend_tasks_ref(const Attention& job, int64_t first, int64_t last, int64_t sharing, ReadRow key, ReadRow value,
-                      float* scratch) {
-    const int64_t groups = job.heads / sharing;
+void attend_tasks_ref(const Attention& job, int64_t first, int64_t last, ReadRow key, ReadRow value, float* scratch) {
+    const int64_t sharing = job.heads / job.kv_heads, parts = head_parts(job), size = parts > 1 ? kQueryBlock : sharing;
     for (int64_t task = first; task < last; ++task) {
-        const int64_t begin = task / groups * kQueryBlock;
-        const int64_t end = begin + kQueryBlock < job.count ? begin + kQueryBlock : job.count;
-        for (int64_t row = begin; row < end; ++row) {
-            for (int64_t i = 0; i < sharing; ++i) {
-                attend_head_ref(job, row, task % groups * sharing + i, key, value, scratch);
+        const int64_t kv_head = task / parts % job.kv_heads, begin = task / parts / job.kv_heads * kQueryBlock;
+        const int64_t head = kv_head * sharing + task % parts * size;
+        for (int64_t row = begin; row < std::min(begin + kQueryBlock, job.count); ++row) {
+            for (int64_t i = head; i < std::min(head + size, (kv_head + 1) * sharing); ++i) {
+                attend_head_ref(job, row, i, key, value, scratch);
             }
         }
     }
 }
 
 void attend_ref(const Attention& job, int64_t first, int64_t last, float* scratch) {
-    attend_tasks_ref(job, first, last, 1, half_key_ref, half_value_ref, scratch);
+    attend_tasks_ref(job, first, last, half_key_ref, half_value_ref, scratch);
 }
 
 void attend_coded_ref(const Attention& job, int64_t first, int64_t last, float* scratch) {
-    attend_tasks_ref(job, first, last, job.heads / job.kv_heads, coded_key_ref, coded_value_ref, scratch);
+    attend_tasks_ref(job, first, last, coded_key_ref, coded_value_ref, scratch);
 }
 
 // ---- picking tokens, to the bits of simd_sampling.h -----------------------------------------------------------------------
@@ -255,9 +253,17 @@ void sums_ref(const float* x, int64_t length, float least, float* sums) {
     }
 }
 
+int64_t places_ref(const float* x, int64_t length, float low, float high, int64_t most, int32_t* result) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < length && count <= most; ++i) {
+        if (x[i] >= low && x[i] < high) result[count++] = static_cast<int32_t>(i);
+    }
+    return count;
+}
+
 constexpr EngineKernels kTable{multiply_ref,   quantize_ref,     normalize_ref,  rotate_ref,     swiglu_ref,
                                store_keys_ref, attend_ref,       encode_row_ref, decode_row_ref, attend_coded_ref,
-                               largest_ref,    exponentials_ref, sums_ref};
+                               largest_ref,    exponentials_ref, sums_ref,       places_ref};
 
 } // namespace
 

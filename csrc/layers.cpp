@@ -9,11 +9,13 @@ namespace otaro {
 namespace {
 
 constexpr int64_t kRangeBytes = 16384; // of base handed to a thread at a time: long enough to hide handing it out
-constexpr int64_t kSmallWork = 16384;  // floats below which work outside products is not worth sharing
+constexpr int64_t kSmallWork = 4096;   // floats below which work outside products is not worth sharing
 constexpr int64_t kSmallTask = 2048;   // floats of keys that are worth handing to a thread
 
-// A multiple of what kernels take side by side, but for matrices so small that threads would be left without work.
-int64_t tile_grain(const Tiles& tiles, int64_t all_tiles, int threads) {
+// A multiple of what kernels take side by side, but for matrices so small that threads would be left without work. With
+// several rows tiles are multiplied one or two at a time.
+int64_t tile_grain(const Tiles& tiles, int64_t all_tiles, int64_t rows, int threads) {
+    if (rows > 1) return 2;
     const int64_t multiple = all_tiles >= 2 * kMostTiles * threads ? kMostTiles : 2;
     return round_up(std::max<int64_t>(1, kRangeBytes / (tiles.blocks * kBaseBytes)), multiple);
 }
@@ -77,10 +79,13 @@ template <class Prepare> void Work::quantize(Team& team, int64_t length, int64_t
 // All of `products_`, their tiles in one row for the team. Those of one matrix come one after another, so that narrow widths
 // find in the cache what wider ones read as well.
 void Work::multiply(Team& team) {
-    int64_t tiles = 0;
-    for (const Product& product : products_) tiles += product.weight->tiles;
-    const int64_t grain = tile_grain(*products_.front().weight, tiles, team.threads());
-    team.run(tiles, grain, [&](int worker, int64_t first, int64_t last) {
+    int64_t tiles = 0, rows = 0;
+    for (const Product& product : products_) {
+        tiles += product.weight->tiles;
+        rows = std::max(rows, product.batch);
+    }
+    const int64_t grain = tile_grain(*products_.front().weight, tiles, rows, team.threads());
+    const auto range = [&](int worker, int64_t first, int64_t last) {
         int64_t start = 0;
         for (const Product& product : products_) {
             const int64_t from = std::max(first - start, int64_t{0}),
@@ -88,7 +93,8 @@ void Work::multiply(Team& team) {
             if (from < to) kernels_.multiply(product, from, to, scratch_[static_cast<size_t>(worker)].get());
             start += product.weight->tiles;
         }
-    });
+    };
+    team.run(tiles, grain, range, true);
 }
 
 // Several matrices of a layer with the activations at hand, each width's rows with its own planes.

@@ -82,7 +82,7 @@ int32_t Picker::choose(const otaro_sampling& sampling, float* logits, int64_t be
     const float least = static_cast<float>(sampling.min_p); // the likeliest weighs 1
     const double number = random_number(sampling.seed, position);
     if (sampling.top_k > 0 && sampling.top_k < vocabulary_) {
-        list(weights, floor_of(weights, sampling.top_k), INFINITY);
+        list(weights, floor_of(weights, sampling.top_k), INFINITY, vocabulary_);
         cut(weights, sampling.top_k, INFINITY, 0);
         total = 0;
         for (int64_t i = 0; i < listed_; ++i) total += static_cast<double>(weights[list_[i]]);
@@ -93,13 +93,13 @@ int32_t Picker::choose(const otaro_sampling& sampling, float* logits, int64_t be
     const double mass = sampling.top_p * total;
     // What is less than this is not needed: all such weights together are less than what may be left out.
     const float floor = static_cast<float>((total - mass) / static_cast<double>(2 * vocabulary_));
-    list(weights, floor, INFINITY);
+    list(weights, floor, INFINITY, vocabulary_ / kFew);
     if (listed_ <= vocabulary_ / kFew) {
         cut(weights, vocabulary_, mass, 0);
         return draw_listed(weights, least, number);
     }
     const Bracket bracket = surround(weights, floor, mass);
-    list(weights, bracket.low, bracket.high);
+    list(weights, bracket.low, bracket.high, vocabulary_);
     // Sums are rounded, and next to 1 even that of all weights may fall short: then all are kept.
     if (listed_ == 0) return draw(weights, std::max(floor, least), number);
     cut(weights, vocabulary_, mass, bracket.above);
@@ -155,16 +155,6 @@ Picker::Bracket Picker::surround(const float* weights, float floor, double mass)
         }
     }
     return {bits_float(low), bits_float(high), above};
-}
-
-// The places of weights that are not below `low`, but below `high`.
-void Picker::list(const float* weights, float low, float high) {
-    int32_t* next = list_.get();
-    for (int64_t i = 0; i < vocabulary_; ++i) {
-        *next = static_cast<int32_t>(i);
-        next += (weights[i] >= low) & (weights[i] < high);
-    }
-    listed_ = next - list_.get();
 }
 
 // Leaves of the list, in falling order of weights and equal ones by their place, those up to the `most`-th or to the one

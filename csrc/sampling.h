@@ -56,7 +56,9 @@ class Picker {
     int32_t choose(const otaro_sampling& sampling, float* logits, int64_t best, uint64_t position);
     void penalize(float* logits, const int32_t* history, int64_t count, float penalty);
     Bracket surround(const float* weights, float floor, double mass);
-    void list(const float* weights, float low, float high);
+    void list(const float* weights, float low, float high, int64_t most) {
+        listed_ = kernels_->places(weights, vocabulary_, low, high, most, list_.get());
+    }
     void cut(float* weights, int64_t most, double mass, double sum);
     float floor_of(const float* weights, int64_t most);
     int64_t find(const float* weights, const int32_t* places, int64_t left, int digit, int64_t most, double mass,

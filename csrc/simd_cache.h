@@ -158,7 +158,7 @@ template <class V> void attend_coded(const Attention& job, int64_t first, int64_
 template <class V, class C = typename V::Vectors>
 constexpr EngineKernels kEngineKernels{
     multiply<V>,   quantize_activations<V>, normalize<V>,    rotate<V>,  swiglu<V>,       store_keys<V>, attend<V>,
-    encode_row<C>, decode_row<C>,           attend_coded<C>, largest<C>, exponentials<C>, sums<C>};
+    encode_row<C>, decode_row<C>,           attend_coded<C>, largest<C>, exponentials<C>, sums<C>,       places<C>};
 
 } // namespace
 } // namespace otaro

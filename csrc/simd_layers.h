@@ -140,23 +140,37 @@ void store_keys(const float* key, const float* value, int dimension, int padded_
     }
 }
 
-// Scores of kQueries queries against the key blocks [first, last), 16 positions each.
-template <class V, int kQueries>
-void score(const Attention& job, const float* query, const Half* keys, int64_t first, int64_t last, float* scores) {
-    for (int64_t block = first; block < last; ++block) {
-        const Half* const key = keys + block * kKeyBlock * job.padded_dimension;
-        for (int part = 0; part < kKeyBlock; part += V::kLanes) {
-            typename V::F sum[kQueries];
-            for (int q = 0; q < kQueries; ++q) sum[q] = V::set1(0);
-            for (int d = 0; d < job.head_dimension; ++d) {
-                const typename V::F k = V::load(key + d * kKeyBlock + part);
-                for (int q = 0; q < kQueries; ++q) {
-                    sum[q] = V::fma(V::set1(query[q * job.query_stride + d]), k, sum[q]);
-                }
-            }
+// Queries that share one reading of keys and values: rows of one head, or heads of one row.
+struct Queries {
+    const float* query; // `query_stride` from one to the next
+    int64_t query_stride;
+    float* out;
+    int64_t out_stride;
+    int64_t position; // of the first
+    int64_t step;     // positions from one to the next
+};
+
+// Scores of kQueries queries against kBlocks key blocks from `block` on, 16 positions each: that many sums run side by side.
+template <class V, int kQueries, int kBlocks>
+void score(const Attention& job, const Queries& queries, const Half* keys, int64_t block, float* scores) {
+    const int64_t block_size = static_cast<int64_t>(kKeyBlock) * job.padded_dimension;
+    const Half* const key = keys + block * block_size;
+    for (int part = 0; part < kKeyBlock; part += V::kLanes) {
+        typename V::F sum[kQueries][kBlocks];
+        for (int q = 0; q < kQueries; ++q) {
+            for (int b = 0; b < kBlocks; ++b) sum[q][b] = V::set1(0);
+        }
+        for (int d = 0; d < job.head_dimension; ++d) {
+            typename V::F k[kBlocks];
+            for (int b = 0; b < kBlocks; ++b) k[b] = V::load(key + b * block_size + d * kKeyBlock + part);
             for (int q = 0; q < kQueries; ++q) {
-                V::store(scores + q * job.capacity + block * kKeyBlock + part, V::mul(sum[q], V::set1(job.scale)));
+                const typename V::F value = V::set1(queries.query[q * queries.query_stride + d]);
+                for (int b = 0; b < kBlocks; ++b) sum[q][b] = V::fma(value, k[b], sum[q][b]);
             }
+        }
+        for (int q = 0; q < kQueries; ++q) {
+            float* const to = scores + q * job.capacity + block * kKeyBlock + part;
+            for (int b = 0; b < kBlocks; ++b) V::store(to + b * kKeyBlock, V::mul(sum[q][b], V::set1(job.scale)));
         }
     }
 }
@@ -184,8 +198,8 @@ template <class V> void softmax(float* scores, int64_t first_block, int64_t last
 
 // The values of positions [first, last) weighted by the scores, kVectors vectors of a head's dimensions from `start` on.
 template <class V, int kQueries, int kVectors>
-void weigh(const Attention& job, const float* scores, const Half* values, int64_t first, int64_t last, int start,
-           float* out) {
+void weigh(const Attention& job, const Queries& queries, const float* scores, const Half* values, int64_t first,
+           int64_t last, int start) {
     typename V::F sum[kQueries][kVectors];
     for (int q = 0; q < kQueries; ++q) {
         for (int v = 0; v < kVectors; ++v) sum[q][v] = V::set1(0);
@@ -204,44 +218,70 @@ void weigh(const Attention& job, const float* scores, const Half* values, int64_
         for (int v = 0; v < kVectors; ++v) V::store(lanes + v * V::kLanes, sum[q][v]);
         const int rest = job.head_dimension - start;
         const int count = rest < kVectors * V::kLanes ? rest : kVectors * V::kLanes;
-        if (count > 0) memcpy(out + q * job.out_stride + start, lanes, static_cast<size_t>(count) * sizeof *lanes);
+        if (count > 0) {
+            memcpy(queries.out + q * queries.out_stride + start, lanes, static_cast<size_t>(count) * sizeof *lanes);
+        }
     }
 }
 
-template <class V, int kQueries> void attend_queries(const Attention& job, int64_t row, int head, float* scores) {
-    const int64_t kv_head = head / (job.heads / job.kv_heads);
+template <class V, int kQueries>
+void attend_queries(const Attention& job, const Queries& queries, int64_t kv_head, float* scores) {
     const int64_t kv_offset = kv_head * job.capacity * job.padded_dimension;
-    const int64_t position = job.position + row, last = position + kQueries;
+    const int64_t last = queries.position + (kQueries - 1) * queries.step + 1;
     const auto from = [&](int64_t p) { return p + 1 > job.window ? p + 1 - job.window : 0; };
-    const int64_t first_block = from(position) / kKeyBlock, last_block = (last + kKeyBlock - 1) / kKeyBlock;
-    const int64_t head_offset = static_cast<int64_t>(head) * job.head_dimension;
-    const Half* const half_keys = reinterpret_cast<const Half*>(job.keys);
-    score<V, kQueries>(job, job.query + row * job.query_stride + head_offset, half_keys + kv_offset, first_block,
-                       last_block, scores);
-    for (int q = 0; q < kQueries; ++q) {
-        softmax<V>(scores + q * job.capacity, first_block, last_block, from(position + q), position + q + 1);
-    }
-    float* const out = job.out + row * job.out_stride + head_offset;
+    const int64_t first_block = from(queries.position) / kKeyBlock, last_block = (last + kKeyBlock - 1) / kKeyBlock;
+    const Half* const keys = reinterpret_cast<const Half*>(job.keys) + kv_offset;
     const Half* const values = reinterpret_cast<const Half*>(job.values) + kv_offset;
     const int64_t first = first_block * kKeyBlock;
+    if (queries.step == 0) { // one row: both are read once, the values while scores are computed
+        for (int64_t i = first * job.padded_dimension; i < last * job.padded_dimension; i += 32) {
+            V::prefetch(reinterpret_cast<const uint8_t*>(values + i));
+        }
+    }
+    constexpr int kBlocks = kQueries == 1 ? 4 : kQueries == 4 ? 1 : 2; // sums enough to hide the latency of an addition
+    int64_t block = first_block;
+    for (; block + kBlocks <= last_block; block += kBlocks) {
+        score<V, kQueries, kBlocks>(job, queries, keys, block, scores);
+    }
+    for (; block < last_block; ++block) score<V, kQueries, 1>(job, queries, keys, block, scores);
+    for (int q = 0; q < kQueries; ++q) {
+        const int64_t position = queries.position + q * queries.step;
+        softmax<V>(scores + q * job.capacity, first_block, last_block, from(position), position + 1);
+    }
     int start = 0;
     for (; start + 4 * V::kLanes <= job.padded_dimension; start += 4 * V::kLanes) {
-        weigh<V, kQueries, 4>(job, scores, values, first, last, start, out);
+        weigh<V, kQueries, 4>(job, queries, scores, values, first, last, start);
     }
     for (; start < job.padded_dimension; start += V::kLanes) {
-        weigh<V, kQueries, 1>(job, scores, values, first, last, start, out);
+        weigh<V, kQueries, 1>(job, queries, scores, values, first, last, start);
     }
 }
 
 template <class V> void attend(const Attention& job, int64_t first, int64_t last, float* scratch) {
+    const int64_t sharing = job.heads / job.kv_heads, parts = head_parts(job), dimension = job.head_dimension;
     for (int64_t task = first; task < last; ++task) {
-        const int head = static_cast<int>(task % job.heads);
-        int64_t row = task / job.heads * kQueryBlock;
-        const int64_t end = row + kQueryBlock < job.count ? row + kQueryBlock : job.count;
-        if (end - row == kQueryBlock) {
-            attend_queries<V, kQueryBlock>(job, row, head, scratch);
-        } else {
-            for (; row < end; ++row) attend_queries<V, 1>(job, row, head, scratch);
+        const int64_t part = task % parts, kv_head = task / parts % job.kv_heads;
+        const int64_t begin = task / parts / job.kv_heads * kQueryBlock;
+        const int64_t end = begin + kQueryBlock < job.count ? begin + kQueryBlock : job.count;
+        const int64_t first_head = kv_head * sharing + part * kQueryBlock;
+        const int64_t heads = sharing - part * kQueryBlock < kQueryBlock ? sharing - part * kQueryBlock : kQueryBlock;
+        const auto run = [&](auto count, int64_t row, int64_t head, bool rows) {
+            const int64_t query = row * job.query_stride + head * dimension,
+                          out = row * job.out_stride + head * dimension;
+            const Queries queries{job.query + query,  rows ? job.query_stride : dimension,
+                                  job.out + out,      rows ? job.out_stride : dimension,
+                                  job.position + row, rows ? 1 : 0};
+            attend_queries<V, decltype(count)::value>(job, queries, kv_head, scratch);
+        };
+        if (end - begin == kQueryBlock) { // rows of one head after another
+            for (int64_t head = 0; head < heads; ++head) run(Number<kQueryBlock>(), begin, first_head + head, true);
+            continue;
+        }
+        for (int64_t row = begin; row < end; ++row) { // few rows: all heads of each
+            if (heads == 4) run(Number<4>(), row, first_head, false);
+            if (heads == 3) run(Number<3>(), row, first_head, false);
+            if (heads == 2) run(Number<2>(), row, first_head, false);
+            if (heads == 1) run(Number<1>(), row, first_head, false);
         }
     }
 }

@@ -240,6 +240,12 @@ void multiply_rows(const Product& product, Steps (&steps)[kTiles], int64_t tile,
         const int rows = static_cast<int>(tiles.rows - first < kRows ? tiles.rows - first : kRows);
         for (int b = 0; b < kBatch; ++b) {
             float* const y = product.y + (row + b) * product.y_stride + first;
+            if (rows == kRows) {
+                F value = sum[t][b];
+                if (product.bias != nullptr) value = V::add(value, V::load(product.bias + first));
+                V::store(y, product.add ? V::add(V::load(y), value) : value);
+                continue;
+            }
             float values[kRows];
             V::store(values, sum[t][b]);
             for (int r = 0; r < rows; ++r) {

@@ -82,5 +82,20 @@ template <class V> void sums(const float* x, int64_t length, float least, float*
     }
 }
 
+template <class V>
+int64_t places(const float* x, int64_t length, float low, float high, int64_t most, int32_t* result) {
+    int64_t i = 0, count = 0;
+    for (; i + V::kLanes <= length && count <= most; i += V::kLanes) {
+        const typename V::F value = V::load(x + i);
+        const uint32_t below = V::lanes(V::less_than_zero(V::add(value, V::set1(-high))));
+        uint32_t left = below & ~V::lanes(V::less_than_zero(V::add(value, V::set1(-low))));
+        for (; left != 0; left &= left - 1) result[count++] = static_cast<int32_t>(i + __builtin_ctz(left));
+    }
+    for (; i < length && count <= most; ++i) {
+        if (x[i] >= low && x[i] < high) result[count++] = static_cast<int32_t>(i);
+    }
+    return count;
+}
+
 } // namespace
 } // namespace otaro

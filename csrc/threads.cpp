@@ -218,16 +218,37 @@ Team::~Team() {
     if (!alone_) the_pool().withdraw(members_->job);
 }
 
-void Team::start(int64_t items, int64_t grain, TaskFunction function, void* context) {
-    const int64_t ranges = (items - 1) / grain + 1;
+int64_t Team::count(Ranges ranges) const {
+    int64_t count = 0;
+    for (; ranges.longest > ranges.grain; ranges.longest = ranges.longest / 2 / ranges.grain * ranges.grain) {
+        count += threads_;
+        ranges.items -= threads_ * ranges.longest;
+    }
+    return count + (ranges.items + ranges.grain - 1) / ranges.grain;
+}
+
+std::pair<int64_t, int64_t> Team::range(Ranges ranges, int64_t number) const {
+    int64_t first = 0;
+    while (ranges.longest > ranges.grain && number >= threads_) {
+        number -= threads_;
+        first += threads_ * ranges.longest;
+        ranges.longest = ranges.longest / 2 / ranges.grain * ranges.grain;
+    }
+    const int64_t size = ranges.longest > ranges.grain ? ranges.longest : ranges.grain;
+    first += number * size;
+    return {first, ranges.items - first < size ? ranges.items : first + size};
+}
+
+void Team::start(const Ranges& all, TaskFunction function, void* context) {
+    const int64_t ranges = count(all);
     // Every thread may ask once too often: the count must not run over into the field beside it.
     if (alone_ || ranges < 2 || ranges > kMostRanges - kMostThreads) {
-        function(context, 0, 0, items);
+        function(context, 0, 0, all.items);
         return;
     }
     const uint64_t phase = ++phase_;
     Phase& current = phases_[phase % 2];
-    current = {function, context, items, grain};
+    current = {function, context, all};
     done_.store(0, std::memory_order_relaxed);
     ticket_.store(phase << kPhaseShift | static_cast<uint64_t>(ranges) << kRangesShift, std::memory_order_release);
     while (take(0)) {
@@ -250,8 +271,7 @@ bool Team::take(int worker) {
     const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
     if (next(ticket) >= ranges(ticket)) return false;
     const Phase& phase = phases_[(ticket >> kPhaseShift) % 2];
-    const int64_t first = static_cast<int64_t>(next(ticket)) * phase.grain;
-    const int64_t last = phase.items - first < phase.grain ? phase.items : first + phase.grain;
+    const auto [first, last] = range(phase.ranges, static_cast<int64_t>(next(ticket)));
     phase.function(phase.context, worker, first, last);
     done_.fetch_add(1, std::memory_order_release);
     return true;

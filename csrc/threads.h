@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 namespace otaro {
 
@@ -31,12 +32,14 @@ class Team {
 
     int threads() const { return threads_; }
 
-    // Calls body(worker, first, last) over [0, items) in ranges of `grain`, worker below the number of threads, and
-    // returns when all is done. Which worker gets a range is left to chance.
-    template <class Body> void run(int64_t items, int64_t grain, const Body& body) {
+    // Calls body(worker, first, last) over [0, items) in ranges, worker below the number of threads, and returns when all is
+    // done. Which worker gets a range is left to chance. Ranges have `grain` items; tapered ones begin with half of a
+    // thread's share and halve from there down to `grain`: memory is read faster in long stretches, and short ones at the
+    // end let all threads end together.
+    template <class Body> void run(int64_t items, int64_t grain, const Body& body, bool tapered = false) {
         if (items <= 0) return;
         start(
-            items, grain,
+            {items, grain, tapered ? items / threads_ / 2 / grain * grain : 0},
             [](void* context, int worker, int64_t first, int64_t last) {
                 (*static_cast<const Body*>(context))(worker, first, last);
             },
@@ -45,10 +48,14 @@ class Team {
 
   private:
     using TaskFunction = void (*)(void* context, int worker, int64_t first, int64_t last);
+    struct Ranges {
+        int64_t items, grain;
+        int64_t longest; // of tapered ranges, a multiple of the grain; 0: all have `grain` items
+    };
     struct Phase {
         TaskFunction function;
         void* context;
-        int64_t items, grain;
+        Ranges ranges;
     };
     struct Members;
 
@@ -57,7 +64,9 @@ class Team {
     static constexpr int64_t kMostRanges = (int64_t{1} << kRangesShift) - 1;
     static constexpr int64_t kMostThreads = 1 << 16;
 
-    void start(int64_t items, int64_t grain, TaskFunction function, void* context);
+    void start(const Ranges& ranges, TaskFunction function, void* context);
+    int64_t count(Ranges ranges) const;
+    std::pair<int64_t, int64_t> range(Ranges ranges, int64_t number) const; // its first item and the one behind it
     bool take(int worker);
     void help(int worker);
 

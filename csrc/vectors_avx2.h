@@ -50,6 +50,7 @@ struct Avx2 {
     static F from_bits(I a) { return _mm256_castsi256_ps(a); }
     static void storei(int32_t* p, I a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
     static Mask less_than_zero(F a) { return _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_LT_OQ); }
+    static uint32_t lanes(Mask mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask)); } // a bit each
     static F select(Mask mask, F yes, F no) { return _mm256_blendv_ps(no, yes, mask); }
     static I keep(Mask mask, I a) { return _mm256_and_si256(_mm256_castps_si256(mask), a); }
     static F negate_where(F a, I nonzero) {

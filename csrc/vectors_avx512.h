@@ -50,6 +50,7 @@ struct Avx512 {
     static F from_bits(I a) { return _mm512_castsi512_ps(a); }
     static void storei(int32_t* p, I a) { _mm512_storeu_si512(p, a); }
     static Mask less_than_zero(F a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_LT_OQ); }
+    static uint32_t lanes(Mask mask) { return mask; } // a bit each
     static F select(Mask mask, F yes, F no) { return _mm512_mask_blend_ps(mask, no, yes); }
     static I keep(Mask mask, I a) { return _mm512_maskz_mov_epi32(mask, a); }
     static F negate_where(F a, I nonzero) {

@@ -48,6 +48,10 @@ struct Neon {
     static F from_bits(I a) { return vreinterpretq_f32_s32(a); }
     static void storei(int32_t* p, I a) { vst1q_s32(p, a); }
     static Mask less_than_zero(F a) { return vcltzq_f32(a); }
+    static uint32_t lanes(Mask mask) { // a bit each
+        const int32x4_t places = {0, 1, 2, 3};
+        return vaddvq_u32(vshlq_u32(vshrq_n_u32(mask, 31), places));
+    }
     static F select(Mask mask, F yes, F no) { return vbslq_f32(mask, yes, no); }
     static I keep(Mask mask, I a) { return vandq_s32(vreinterpretq_s32_u32(mask), a); }
     static F negate_where(F a, I nonzero) {
