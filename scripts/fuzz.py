@@ -8,8 +8,8 @@ A round takes one of a few tiny models (a packed folder, an ordinary one, a GGUF
 (settings, headers, weights, sizes, tokenizers, chat templates), and runs a command or the engine on it, with a prompt
 and settings that may be odd too. In most rounds checksums are not looked at, so that what was spoilt gets through to
 the native code: whoever can alter a file can sign it anew. What a round must not do: raise anything but a sentence,
-write anything else to stdout or stderr, leave files behind, take more than SECONDS of processor time or MEMORY above what the
-process had at its start.
+write anything else to stdout or stderr, leave files behind, take more than SECONDS of processor time or MEMORY above
+what the process had at its start, when it had run every kind of round on models as they should be.
 
 The rounds run in a child process. When it crashes or hangs, the parent names the round and starts a new child behind
 it. A round depends on nothing but the seed, its number and the kinds.
