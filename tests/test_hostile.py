@@ -26,7 +26,7 @@ from otaro.console import given_text, terminal_text
 from otaro.errors import OtaroError
 from otaro.generation.transformers import continue_tokens
 from otaro.partial import new_folder, partial_path
-from otaro.tokenizer import TemplateError, encode, load_tokenizer, render_chat, template, write_chat
+from otaro.tokenizer import TemplateError, encode, load_tokenizer, render_chat, write_chat
 from otaro.tokenizer.files import check_described, is_quick
 
 CHAT = [
