@@ -24,7 +24,9 @@ from otaro.ops.cuda.calls import MOST_BATCH, Device, Plan
 from otaro.ops.cuda.layout import ROWS, Fragments, from_planes, supports, to_planes
 from otaro.precision import NARROWEST, Precision
 
-__all__ = ["Fragments", "available", "dequantize", "embedding", "from_planes", "linear", "supports", "to_planes"]
+__all__ = [
+    *("Fragments", "available", "dequantize", "embedding", "from_planes", "linear", "multiply", "supports", "to_planes"),
+]
 
 _DECODE_THREADS, _MOST_BLOCKS = 128, 2**31 - 1
 
@@ -57,6 +59,19 @@ def linear(
         torch.ops.otaro.fragments_linear(*arguments) if torch.compiler.is_compiling() else _linear(*arguments)
     )
     return result
+
+
+def multiply(x: Tensor, fragments: Fragments, precision: Precision, bias: Tensor | None, overlap: bool) -> Tensor:
+    """`linear` for an engine: contiguous rows of x, all of `fragments`' planes, a bias of x's type, nothing checked.
+
+    With `overlap` the launch may begin before its predecessor has ended: it fetches weights, then waits for x. The
+    weights must have been there for longer than that.
+    """
+    if not _multiplies(x, fragments, precision):
+        return torch.nn.functional.linear(x, dequantize(fragments, precision, x.dtype), bias)
+    y = x.new_empty((x.shape[0], fragments.rows))
+    _launch(x, fragments, bias, y, overlap=overlap)
+    return y
 
 
 def dequantize(fragments: Fragments, precision: Precision, dtype: torch.dtype) -> Tensor:
@@ -124,11 +139,17 @@ def _linear(
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     if width is not None and (width.dtype != torch.int32 or width.numel() != 1):
         raise ValueError("a width on the device is one int32")
-    extra = len(bits)
-    kernel, plan = launch_plan(_index(x), rows, base.shape[1], extra, math.prod(x.shape[:-1]), width is not None)
-    call = calls.matvec_call(x, fragments, extra, bias, y, plan, width)
-    kernel.launch(call, plan.split * plan.clusters, plan.threads, plan.shared_bytes(rows), plan.split)
+    _launch(x, fragments, bias, y, width)
     return y
+
+
+def _launch(
+    x: Tensor, fragments: Fragments, bias: Tensor | None, y: Tensor, width: Tensor | None = None, overlap: bool = False
+) -> None:
+    extra, rows, batch = len(fragments.bits), fragments.rows, math.prod(x.shape[:-1])
+    kernel, plan = launch_plan(_index(x), rows, fragments.base.shape[1], extra, batch, width is not None)
+    call = calls.matvec_call(x, fragments, extra, bias, y, plan, width)
+    kernel.launch(call, plan.split * plan.clusters, plan.threads, plan.shared_bytes(rows), plan.split, overlap)
 
 
 def _rows(
