@@ -140,14 +140,14 @@ class Engine:
 
     def _open(
         self, folder: Path, precision: Precision | None, progress: Progress | None
-    ) -> tuple[AnyWeights, AnyWork, Callable[[int], AnySession]]:
+    ) -> tuple[AnyWeights, AnyWork, Callable[[int, Precision | None], AnySession]]:
         """Weights, the work on them (used by whoever holds `running`), and what makes room for texts."""
         if self.device != CPU:
             from otaro.engine.cuda import open_device
 
-            return open_device(folder, precision, self.device, self.kv_cache, progress)
+            return open_device(folder, precision, self.device, progress)
         weights = Weights(folder, precision, threads=self.threads, progress=progress)
-        return weights, Work(weights.model), lambda context: Session(weights.model, context, cache=self.kv_cache)
+        return weights, Work(weights.model), lambda context, cache: Session(weights.model, context, cache=cache)
 
     @property
     def precision(self) -> Precision:
@@ -216,10 +216,16 @@ class Engine:
 
     def new_session(self, context: int) -> AnySession:
         """Room for the keys and values of one more text."""
-        session = self._new_session(context)
+        session = self._new_session(context, self.kv_cache)
         with self.running:  # `memory` goes through them
             self._sessions.add(session)
         return session
+
+    def for_scoring(self, context: int) -> tuple[AnyWork, AnySession]:
+        """To measure with: activations of 16 bits in every product, keys and values as they are."""
+        if isinstance(self.weights, Weights):
+            return Work(self.weights.model, fine=True), self._new_session(context, None)
+        return self._work, self._new_session(context, None)
 
     def logits(self, tokens: Sequence[int], precision: Precision | str | None = None) -> Logits:
         """The logits after each token of a text, [tokens, vocabulary]."""

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def open_device(
-    folder: Path, precision: Precision | None, device: str, cache: Precision | None, progress: Progress | None
-) -> tuple[DeviceWeights, DeviceWork, Callable[[int], AnySession]]:
+    folder: Path, precision: Precision | None, device: str, progress: Progress | None
+) -> tuple[DeviceWeights, DeviceWork, Callable[[int, Precision | None], AnySession]]:
     """Weights on a device, the work on them, and what makes room for texts."""
     from otaro.engine.cuda.launches import torch_device
     from otaro.engine.cuda.rows import DeviceSession
@@ -37,4 +37,4 @@ def open_device(
 
     weights = DeviceWeights(folder, precision, device=torch_device(device), progress=progress)
     work = DeviceWork(weights.model)
-    return weights, work, lambda context: DeviceSession(weights.model, context, cache=cache)
+    return weights, work, lambda context, cache: DeviceSession(weights.model, context, cache=cache)

@@ -19,6 +19,8 @@ from otaro.sefp import CANDIDATES, ERROR_WIDTH
 
 KEYS = 128
 """Keys of a stretch: one program's, loaded at once."""
+CODED_KEYS = 32
+"""Keys at a time where that takes many instructions or registers: codes, and very large heads."""
 _SWIGLU_BLOCK = 1024
 
 
@@ -117,12 +119,13 @@ def attend(model: DeviceModel, layer: Layer, number: int, query: Tensor, rows: R
         DIM=dimension,
         BLOCK=block,
         KEYS=KEYS,
+        TILE=KEYS if layout.precision is None and block <= 128 else CODED_KEYS,
         WINDOW=layer.window,
         STRETCHES=stretches,
         MANTISSA=layout.mantissa,
         PADDED=layout.padded,
         ROW=layout.row,
-        **_options(query.device, 4 if block <= 128 else 8),
+        **_options(query.device, 4 if layout.precision is None else 8),
     )
     if stretches > 1:
         combine_kernel[(count, shape.heads)](

@@ -210,6 +210,7 @@ def attend_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
+    TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     STRETCHES: tl.constexpr,
     MANTISSA: tl.constexpr,
@@ -227,28 +228,33 @@ def attend_kernel(
     start = stretch * KEYS
     if (start <= position) & (start + KEYS > begin):
         kind = query.dtype.element_ty
-        d, g, n = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, KEYS)
-        key = start + n
-        seen = (key <= position) & (key >= begin)
-        valid = seen[:, None] & (d < DIM)[None, :]
+        d, g, n = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, TILE)
         address = tl.load(places + row)
-        if MANTISSA == 0:
-            cache = address.to(tl.pointer_type(kind))
-        else:
-            cache = address.to(tl.pointer_type(tl.uint8))
-        first = _cache_row(places, row, ROWS, layer, 0, head, 0, KV_HEADS, ROW)
-        keys = _load_rows(cache, first, key, d, valid, MANTISSA, PADDED, ROW).to(kind)
-        first = _cache_row(places, row, ROWS, layer, 1, head, 0, KV_HEADS, ROW)
-        values = _load_rows(cache, first, key, d, valid, MANTISSA, PADDED, ROW).to(kind)
+        stored: tl.constexpr = kind if MANTISSA == 0 else tl.uint8
+        cache = address.to(tl.pointer_type(stored))
+        first_key = _cache_row(places, row, ROWS, layer, 0, head, 0, KV_HEADS, ROW)
+        first_value = _cache_row(places, row, ROWS, layer, 1, head, 0, KV_HEADS, ROW)
         line = (row.to(tl.int64) * KV_HEADS + head) * GROUP + g
         own = (g < GROUP)[:, None] & (d < DIM)[None, :]
         queries = tl.load(query + line[:, None] * DIM + d[None, :], mask=own, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys)) * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        most = tl.max(scores, axis=1)
-        odds = tl.exp(scores - most[:, None])
-        total = tl.sum(odds, axis=1)
-        mixed = tl.dot(odds.to(kind), values)
+        most = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
+        total = tl.zeros((GROUP_BLOCK,), tl.float32)
+        mixed = tl.zeros((GROUP_BLOCK, BLOCK), tl.float32)
+        for tile in range(0, KEYS, TILE):
+            key = start + tile + n
+            seen = (key <= position) & (key >= begin)
+            valid = seen[:, None] & (d < DIM)[None, :]
+            keys = _load_rows(cache, first_key, key, d, valid, MANTISSA, PADDED, ROW).to(kind)
+            values = _load_rows(cache, first_value, key, d, valid, MANTISSA, PADDED, ROW).to(kind)
+            scores = tl.dot(queries, tl.trans(keys)) * scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(most, tl.max(scores, axis=1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)  # a tile of which nothing is seen
+            fade = tl.exp(most - level)
+            odds = tl.exp(scores - level[:, None])
+            total = total * fade + tl.sum(odds, axis=1)
+            mixed = mixed * fade[:, None] + tl.dot(odds.to(kind), values)
+            most = higher
         if STRETCHES == 1:
             tl.store(out + line[:, None] * DIM + d[None, :], (mixed / total[:, None]).to(kind), mask=own)
         else:

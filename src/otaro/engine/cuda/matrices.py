@@ -9,8 +9,8 @@ freed as a whole when the width is dropped.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ _BYTES = {BASE: 2048, SCALE: 64, **dict.fromkeys(BITS.values(), 512)}
 """Bytes of a plane for 16 rows × 256 columns."""
 
 
-class Product(Protocol):
+class Product(ABC):
     """A matrix that activations are multiplied with, packed or not."""
 
     starts: Sequence[int]
@@ -39,14 +39,19 @@ class Product(Protocol):
     columns: int
 
     @property
-    def nbytes(self) -> int: ...
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory."""
 
+    @abstractmethod
     def multiply(self, x: Tensor, mantissa: int) -> Tensor:
         """``x @ matrix.T`` plus the bias, [rows of x, rows]."""
 
+    @abstractmethod
     def rows_of(self, ids: Tensor, mantissa: int, dtype: torch.dtype) -> Tensor:
         """Rows by their numbers, those of all leading dimensions counted through."""
 
+    @abstractmethod
     def first(self, rows: int) -> Product:
         """The first rows alone, as a matrix of its own that shares the memory."""
 
@@ -70,7 +75,7 @@ def arena_bytes(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class PackedMatrix:
+class PackedMatrix(Product):
     """Planes of one or several parts; `shapes` have the rows of each, of several dimensions for experts."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], format: Format, device: torch.device) -> None:
@@ -161,9 +166,7 @@ class Part(AnyMatrix):
     @property
     def nbytes(self) -> int:
         """This part's share of the planes that are there."""
-        return sum(
-            -(-self.rows // ROWS) * self.whole._units * _BYTES[name] for name in self.whole._planes
-        )
+        return sum(-(-self.rows // ROWS) * self.whole._units * _BYTES[name] for name in self.whole._planes)
 
     def set_planes(self, planes: Planes, arena: Arena | None) -> None:
         for name, plane in planes.named().items():
@@ -176,7 +179,7 @@ class Part(AnyMatrix):
         self.whole.drop(BITS[bit])
 
 
-class DenseMatrix:
+class DenseMatrix(Product):
     """Weights as they are, for measuring what packed ones gain: the product is cuBLAS's."""
 
     def __init__(self, weight: Tensor, starts: Sequence[int] = (0,)) -> None:

@@ -60,7 +60,7 @@ def drawn(
     vocabulary = logits.shape[-1]
     most = torch.where(top_k > 0, top_k, vocabulary)[:, None]
     scale = (1 / temperature.clamp(_LEAST_TEMPERATURE, _MOST_TEMPERATURE)).float()
-    ordered, place = logits.sort(-1, descending=True, stable=True)
+    ordered, place = logits.sort(dim=-1, descending=True, stable=True)
     weight = ((ordered - ordered[:, :1]) * scale[:, None]).exp()
     kept = weight.double() * (torch.arange(vocabulary, device=logits.device) < most)
     total = kept.cumsum(-1)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from otaro.checkpoint.folder import PackedFolder
 from otaro.engine.architecture import (
-    EMBEDDING,
     EXPERT_TYPES,
-    HEAD,
     MODEL_TYPES,
     UnsupportedError,
     matrix_place,
@@ -23,12 +21,12 @@ from otaro.engine.architecture import (
 )
 from otaro.engine.cuda.matrices import Arena, PackedMatrix, Part, arena_bytes, plane_names, planes_bytes
 from otaro.engine.cuda.model import DeviceModel, Experts, Layer
-from otaro.engine.shape import MatrixRole, Shape, VectorRole
+from otaro.engine.shape import MatrixRole, VectorRole
 from otaro.engine.weights import AnyWeights
 from otaro.errors import OtaroError
 from otaro.ops.cuda import supports
 from otaro.packing import BITS, Planes
-from otaro.precision import NARROWEST, WIDEST, Precision
+from otaro.precision import NARROWEST, Precision
 from otaro.progress import Progress
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -36,7 +34,14 @@ RESERVE = 1 << 30
 """Bytes of a GPU's memory that are left for keys and values, kernels and graphs when a width is chosen."""
 
 _R = MatrixRole
-_FUSED = ((_R.QUERY, _R.KEY, _R.VALUE), (_R.OUTPUT,), (_R.GATE, _R.UP), (_R.DOWN,), (_R.EXPERT_GATE_UP,), (_R.EXPERT_DOWN,))
+_FUSED = (
+    (_R.QUERY, _R.KEY, _R.VALUE),
+    (_R.OUTPUT,),
+    (_R.GATE, _R.UP),
+    (_R.DOWN,),
+    (_R.EXPERT_GATE_UP,),
+    (_R.EXPERT_DOWN,),
+)
 """Roles whose matrices are one product."""
 _BIASES = {
     _R.QUERY: VectorRole.QUERY_BIAS,
@@ -78,7 +83,8 @@ class DeviceWeights(AnyWeights):
         if self._dtype is None:
             named = self.folder.config.get("dtype") or self.folder.config.get("torch_dtype")
             self._dtype = DTYPES.get(str(named), torch.float16) if self._device.type == "cuda" else torch.float32
-        self._check_memory()
+        if self._device.type == "cuda":
+            check_memory(self.folder, self.loaded, torch.cuda.mem_get_info(self._device)[0])
         names = {place: name for name in self._shapes if (place := matrix_place(name)) is not None}
         for layer in range(self._shape.layers):
             for roles in _FUSED:
@@ -93,19 +99,6 @@ class DeviceWeights(AnyWeights):
         whole = PackedMatrix([self._shapes[name] for name in names], self.folder.format, self._device)
         for name, place, part in zip(names, places, whole.parts, strict=True):
             self._parts[name], self._whole[place] = part, whole
-
-    def _check_memory(self) -> None:
-        if self._device.type != "cuda":
-            return
-        free, _ = torch.cuda.mem_get_info(self._device)
-        if device_bytes(self.folder, self.loaded) + RESERVE > free:
-            fitting = [width for width in self.folder.precisions if device_bytes(self.folder, width) + RESERVE <= free]
-            hint = f"{fitting[0]} fits" if fitting else "not even the narrowest precision fits"
-            needed = device_bytes(self.folder, self.loaded) / 1e9
-            raise OtaroError(
-                f"{self.loaded} takes {needed:.1f} GB of the GPU's memory and {RESERVE / 1e9:.0f} GB to work with, "
-                f"and {free / 1e9:.1f} GB are free: {hint}"
-            )
 
     def _arena(self, above: Precision | None, width: Precision) -> Arena:
         size = 0
@@ -208,9 +201,17 @@ def _settle(device: torch.device) -> None:
 def device_bytes(folder: PackedFolder, precision: Precision) -> int:
     """Bytes of a device's memory that a folder's packed weights take, loaded up to a width."""
     return sum(
-        planes_bytes(entry.shape, max(precision, entry.floor))
-        for entry in folder.entries
-        if entry.floor is not None
+        planes_bytes(entry.shape, max(precision, entry.floor)) for entry in folder.entries if entry.floor is not None
     )
 
 
+def check_memory(folder: PackedFolder, precision: Precision, free: int) -> None:
+    """An error if a width, and what running takes besides, has no room in so many bytes; it says which would."""
+    needed = {width: device_bytes(folder, width) + RESERVE for width in (precision, *folder.precisions)}
+    if needed[precision] > free:
+        fitting = next((width for width in folder.precisions if needed[width] <= free), None)
+        raise OtaroError(
+            f"{precision} takes {(needed[precision] - RESERVE) / 1e9:.1f} GB of the GPU's memory and "
+            f"{RESERVE / 1e9:.0f} GB to work with, and {free / 1e9:.1f} GB are free: "
+            f"{'not even the narrowest precision fits' if fitting is None else f'{fitting} fits'}"
+        )

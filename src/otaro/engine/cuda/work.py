@@ -168,11 +168,15 @@ class DeviceWork:
             self._capture(kind, inputs)
         return outcome
 
-    def _capture(self, kind: Kind, inputs: Tensor) -> None:
+    def _make_room(self) -> None:
+        """Forget graphs that read planes which have gone, and the oldest where there are many."""
         for other in [other for other in self._captured if other.stamp != self._model.stamp(other.widths)]:
             del self._captured[other]
         if len(self._captured) >= MOST_GRAPHS:
             del self._captured[next(iter(self._captured))]
+
+    def _capture(self, kind: Kind, inputs: Tensor) -> None:
+        self._make_room()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_allocated(self._device)

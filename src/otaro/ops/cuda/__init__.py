@@ -25,7 +25,15 @@ from otaro.ops.cuda.layout import ROWS, Fragments, from_planes, supports, to_pla
 from otaro.precision import NARROWEST, Precision
 
 __all__ = [
-    *("Fragments", "available", "dequantize", "embedding", "from_planes", "linear", "multiply", "supports", "to_planes"),
+    "Fragments",
+    "available",
+    "dequantize",
+    "embedding",
+    "from_planes",
+    "linear",
+    "multiply",
+    "supports",
+    "to_planes",
 ]
 
 _DECODE_THREADS, _MOST_BLOCKS = 128, 2**31 - 1
