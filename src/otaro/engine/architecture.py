@@ -164,8 +164,8 @@ def read_shape(folder: PackedFolder, config: Any, types: tuple[str, ...] = MODEL
         raise UnsupportedError(f"the activation {config.hidden_act} does not run natively")
     for entry in folder.entries:
         place = vector_place(entry.name) if entry.floor is None else matrix_place(entry.name)
-        routed = place is not None and place[1] in EXPERT_ROLES and config.model_type not in EXPERT_TYPES
-        if place is None or routed:
+        routed = place is not None and any(place[1] is role for role in EXPERT_ROLES)  # numbers of both kinds overlap
+        if place is None or (routed and config.model_type not in EXPERT_TYPES):
             raise UnsupportedError(f"it has a tensor {entry.name} that the native engine does not know")
     try:
         shape = _shape(config)

@@ -165,8 +165,8 @@ class Scheduler:
     """Runs texts on an engine, `most_sequences` at once; further ones wait in the order they came.
 
     Prompts are read in pieces of `prompt_tokens`, by default as the device likes them. The keys and values of the
-    `kept` texts that ended last are held for prompts that begin alike, and go where memory is short. Switching, dropping
-    and raising the engine's precision, loading in the background and the engine's own `tokens` work meanwhile: all take
+    `kept` texts that ended last are held for prompts that begin alike, and go where memory is short. Switching,
+    dropping and raising the precision, loading in the background and the engine's own `tokens` work meanwhile: all take
     turns, a call at a time.
     """
 
