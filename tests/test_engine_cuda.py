@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 import otaro
 from otaro import ops
+from otaro.cli import main
 from otaro.engine import native
 from otaro.engine.cuda import launches, matrices, picking, plain, weights
 from otaro.engine.cuda.rows import CacheLayout, DeviceSession
@@ -355,3 +357,19 @@ def test_what_cannot_run_is_said_in_a_sentence(folders: Any, monkeypatch: pytest
         weights.check_memory(folder, Precision.E5M8, sizes[Precision.E5M6] - 1)
     with pytest.raises(OtaroError, match="not even"):
         weights.check_memory(folder, Precision.E5M8, 1000)
+
+
+def test_commands_take_a_device(packed_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ["--prompt", "hello", "--max-new-tokens", "6"]
+    answers = []
+    for device in ("cpu", PLAIN):
+        assert main(["generate", str(packed_llama), *text, "--device", device]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert main(["generate", str(packed_llama), *text, "--device", "cuda"]) == 2
+    assert "no NVIDIA GPU" in capsys.readouterr().err
+    assert main(["generate", str(packed_llama), *text, "--device", PLAIN, "--memory", "1GB"]) == 2
+    figures = tmp_path / "figures.json"
+    sizes = ["--prompt-tokens", "20", "--new-tokens", "3", "--rounds", "1", "--precisions", "E5M4"]
+    assert main(["bench", str(packed_llama), *sizes, "--device", PLAIN, "--json", str(figures)]) == 0
+    assert json.loads(figures.read_text("utf-8"))["results"][0]["speed"]["decode"] > 0

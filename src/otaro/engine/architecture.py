@@ -73,7 +73,7 @@ class UnsupportedError(Sentence):
 
 
 def open_native(
-    folder: Path, backend: str, other: str, make: Callable[[], T], remark: Callable[[str], None]
+    folder: Path, backend: str, other: str, make: Callable[[], T], remark: Callable[[str], None], device: str = "cpu"
 ) -> T | None:
     """What `make` makes with the native engine, or None if `backend` is the other one, or the engine cannot.
 
@@ -81,7 +81,7 @@ def open_native(
     """
     if backend == other:
         return None
-    reason = cpu.available()
+    reason = cpu.available() if device == "cpu" else None
     if reason is None:
         try:
             return make()

@@ -393,6 +393,10 @@ class Engine:
                 self._session, token, position, chosen, most=most, rows=rows, margin=MARGIN, threads=self.threads
             )
 
+    def pick(self, tokens: Sequence[int], position: int, widths: Widths, sampling: Sampling) -> int:
+        """Run tokens at a position; the token that follows. For measuring, as `run` is."""
+        return self._pick(tokens, position, widths, c_sampling(sampling), rows=1)[0]
+
     def run(self, tokens: Sequence[int], position: int, widths: Widths, logits: int = 1) -> Logits:
         """Run tokens at a position; the last rows of logits. For measuring: `tokens` is what continues a text."""
         with self.running:

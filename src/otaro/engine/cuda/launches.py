@@ -45,14 +45,19 @@ def unusable() -> str | None:
 
 def choose(device: str) -> str:
     """The device that a name such as "auto" stands for; asked for a GPU where there is none, it is an error."""
-    if device not in ("auto", "cpu", CUDA):
+    if device not in ("auto", "cpu", CUDA, PLAIN):
         raise OtaroError(f"there is no device {device}: choose auto, cpu or cuda")
-    if device == "cpu":
+    if device in ("cpu", PLAIN):
         return device
     reason = unusable()
     if device == CUDA and reason is not None:
         raise OtaroError(f"this model cannot run on a GPU: {reason}; leave --device out to use the CPU")
     return CUDA if reason is None else "cpu"
+
+
+def describe(device: str) -> str:
+    """A device for a person."""
+    return str(torch.cuda.get_device_name()) if device == CUDA else "the CPU"
 
 
 def torch_device(name: str) -> torch.device:
