@@ -110,6 +110,11 @@ class PackedMatrix(Product):
         self._planes[name][start : start + laid.shape[0]] = laid
         self._forget()
 
+    def set_plane(self, name: str, laid: Tensor) -> None:
+        """Take a plane of all parts that lies as it shall."""
+        self._planes[name] = laid
+        self._forget()
+
     def drop(self, name: str) -> None:
         if self._planes.pop(name, None) is not None:
             self._forget()
@@ -204,18 +209,6 @@ class DenseMatrix(Product):
 def plane_names(width: Precision) -> list[str]:
     """The planes that come with a width's file, of a weight without a floor."""
     return [BASE, SCALE] if width == NARROWEST else [BITS[width.mantissa]]
-
-
-def random_matrix(shape: tuple[int, int], device: torch.device, starts: Sequence[int] = (0,)) -> PackedMatrix:
-    """Random planes, for measuring models of any shape; parts begin at the rows `starts`."""
-    ends = [*starts[1:], shape[0]]
-    shapes = [(end - start, shape[1]) for start, end in zip(starts, ends, strict=True)]
-    matrix = PackedMatrix(shapes, Format(), device)
-    for name in _BYTES:
-        low, high = (0, 256) if name != SCALE else (20, 30)  # scales of about 2^-9
-        size = matrix.plane_shape(name)
-        matrix._planes[name] = torch.randint(low, high, size, dtype=torch.uint8, device=device)
-    return matrix
 
 
 def planes_bytes(shape: Sequence[int], precision: Precision) -> int:
