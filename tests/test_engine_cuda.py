@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import random
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from otaro import ops
 from otaro.cli import main
 from otaro.engine import native
 from otaro.engine.cuda import launches, matrices, picking, plain, weights
+from otaro.engine.cuda.ahead import Ahead
 from otaro.engine.cuda.rows import CacheLayout, DeviceSession
 from otaro.engine.cuda.weights import DeviceWeights
 from otaro.engine.cuda.work import MOST_ROWS, Captured, DeviceWork, Kind
@@ -292,6 +294,26 @@ class GraphWork(DeviceWork):
         self._captured[kind] = Captured(Replay(self, kind), inputs, outcome)
 
 
+def test_steps_are_launched_ahead_where_they_follow_one_another() -> None:
+    ahead, fields = Ahead(), numpy.arange(9)
+    assert not ahead.launched("kind", fields)
+    assert not ahead.worth
+    ahead.expect("kind", fields, False)
+    assert not ahead.launched("kind", fields)
+    assert ahead.worth
+    ahead.expect("kind", fields, True)
+    assert ahead.launched("kind", fields)
+    assert ahead.worth
+    ahead.expect("kind", fields, True)
+    assert not ahead.launched("kind", fields + 1)  # for nothing: now it takes four in a row
+    for followed in range(5):
+        assert ahead.worth == (followed >= 4)
+        ahead.expect("kind", fields, False)
+        assert not ahead.launched("kind", fields)
+    ahead.expect("kind", fields, True)
+    assert not ahead.launched("other", fields)
+
+
 def test_captured_graphs_serve_texts_that_come_and_go(folders: Any) -> None:
     eager, captured = (Engine(folders("mistral"), device=PLAIN) for _ in range(2))
     work = captured._work = GraphWork(captured)
@@ -302,6 +324,16 @@ def test_captured_graphs_serve_texts_that_come_and_go(folders: Any) -> None:
         ]
         assert texts[0] == texts[1]
     assert work.replays > 40
+    switched = []
+    for one in (eager, captured):
+        made, text = one.tokens(TEXT[:20], max_new_tokens=30), []
+        for number, token in enumerate(made):
+            text.append(token)
+            one.precision = Precision.E5M4 if number in (9, 10, 11, 20) else Precision.E5M8
+        switched.append(text)
+    assert switched[0] == switched[1]
+    for one in (eager, captured):
+        one.precision = Precision.E5M8
     kinds = len(work._captured)
     captured.drop_to("E5M4")
     captured.raise_to("E5M8")
@@ -373,3 +405,43 @@ def test_commands_take_a_device(packed_llama: Path, tmp_path: Path, capsys: pyte
     sizes = ["--prompt-tokens", "20", "--new-tokens", "3", "--rounds", "1", "--precisions", "E5M4"]
     assert main(["bench", str(packed_llama), *sizes, "--device", PLAIN, "--json", str(figures)]) == 0
     assert json.loads(figures.read_text("utf-8"))["results"][0]["speed"]["decode"] > 0
+
+
+def test_what_measures_a_gpu_runs(folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from experiments.table2 import run
+
+    sizes = [
+        "--shape",
+        "tiny",
+        "--device",
+        PLAIN,
+        "--tokens",
+        "30",
+        "--steps",
+        "2",
+        "--json",
+        str(tmp_path / "table.json"),
+    ]
+    run.main(sizes)
+    rows = json.loads((tmp_path / "table.json").read_text("utf-8"))["rows"]
+    assert {row["name"] for row in rows} == {"FP16", *map(str, Precision)}
+    assert all(row["share"] > 0 for row in rows)
+    numpy.save(tmp_path / "tokens.npy", numpy.array(TEXT * 4))
+    program = runpy.run_path(str(Path(__file__).parents[1] / "bench" / "gpu_engine.py"))
+    sizes = [
+        "--device",
+        PLAIN,
+        "--prompt",
+        "20",
+        "--new",
+        "6",
+        "--windows",
+        "1",
+        "--tokens",
+        str(tmp_path / "tokens.npy"),
+    ]
+    program["main"]([str(folders("llama")), *sizes, "--json", str(tmp_path / "engine.json")])
+    report = json.loads((tmp_path / "engine.json").read_text("utf-8"))
+    assert "error" not in json.dumps(report)
+    assert report["speculation"]["same"]
+    assert all(abs(width["difference"]) < 1e-4 for width in report["agreement"].values())

@@ -6,7 +6,7 @@
 
 Weights are random; what runs them is the engine as it ships: `DeviceWork.run`, a step at a time, its captured graphs,
 tokens picked on the device and read back. The FP16 side is the same engine with FP16 weights, whose products are
-cuBLAS's. Memory is what torch has allocated. A step is repeated at the same place, behind `--tokens` tokens of context.
+cuBLAS's. Memory is what torch has allocated. Tokens follow one another behind `--tokens` tokens of context.
 
     decode     tokens/s of one text, by the clock; `device_seconds` is the graph alone
     share      weights and keys and values read a second, of the fastest reading in this run
@@ -52,8 +52,8 @@ class Measured:
         self.work = DeviceWork(model)
 
     def session(self, cache: Precision | None = None) -> DeviceSession:
-        session = DeviceSession(self.model, self.tokens + 64, cache=cache)
-        session.reserve(self.tokens + 1)
+        session = DeviceSession(self.model, self.tokens + self.steps + 1, cache=cache)
+        session.reserve(self.tokens + self.steps + 1)
         if cache is None:
             session.cache.normal_()
         else:
@@ -61,18 +61,25 @@ class Measured:
         session.ran(self.tokens)
         return session
 
-    def step(self, session: DeviceSession, widths: bytes) -> Step:
-        return Step(session, numpy.array([5], dtype=numpy.int32), self.tokens, widths, 1, GREEDY)
+    def step(self, session: DeviceSession, widths: bytes, before: Step | None = None) -> Step:
+        """The token behind a step's, or the first behind the context."""
+        if before is None:
+            return Step(session, numpy.array([5], dtype=numpy.int32), self.tokens, widths, 1, GREEDY)
+        token = numpy.array(before.picked, dtype=numpy.int32)
+        return Step(session, token, before.position + 1, widths, 1, GREEDY)
 
     def decode(self, sessions: list[DeviceSession], widths: list[bytes]) -> float:
         """Seconds of a step of all texts, the widths taking turns."""
         for width in dict.fromkeys(widths):
             self.work.run([self.step(session, width) for session in sessions])
             self.work.run([self.step(session, width) for session in sessions])
-        seconds = []
+        seconds: list[float] = []
+        steps: list[Step] = []
         for number in range(self.steps):
-            steps = [self.step(session, widths[number % len(widths)]) for session in sessions]
+            last = steps or [None] * len(sessions)
+            width = widths[number % len(widths)]
             start = time.perf_counter()
+            steps = [self.step(session, width, before) for session, before in zip(sessions, last, strict=True)]
             self.work.run(steps)
             seconds.append(time.perf_counter() - start)
             if any(step.failed for step in steps):
@@ -215,7 +222,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=models.SHAPES, default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--tokens", type=int, default=2000, help="of context, and of the prompt")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=40, help="tokens that are measured")
     parser.add_argument("--device", choices=(CUDA, PLAIN), default=CUDA)
     parser.add_argument("--quick", action="store_true", help="decoding of one text alone")
     parser.add_argument("--json", type=Path)

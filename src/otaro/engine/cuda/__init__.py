@@ -6,7 +6,7 @@
     kernels    what lies between two products, in Triton; `fused` launches them, `plain` is the same in torch
     forward    tokens through the layers
     picking    tokens from logits
-    work       steps of many texts: batches, captured graphs, prompts
+    work       steps of many texts: batches, captured graphs, prompts; `ahead`: the next step before it is asked for
 
 The products are those of `otaro.ops.cuda`. All of it but products and kernels runs on a CPU as well, as the device
 "plain": this is how it is tested where there is no GPU.

@@ -290,14 +290,14 @@ def combine_kernel(
     line = row.to(tl.int64) * HEADS + head
     if position >= 0:
         most = tl.full((), float("-inf"), tl.float32)
-        for start in range(begin // (16 * KEYS) * 16, position // KEYS + 1, 16):
+        for start in range(0, STRETCHES, 16):
             stretch = start + some
             used = (stretch * KEYS <= position) & ((stretch + 1) * KEYS > begin)
             here = tl.load(extremes + 2 * (line * STRETCHES + stretch), mask=used, other=float("-inf"))
             most = tl.maximum(most, tl.max(here, axis=0))
         total = tl.full((), 0.0, tl.float32)
         mixed = tl.zeros((BLOCK,), tl.float32)
-        for start in range(begin // (16 * KEYS) * 16, position // KEYS + 1, 16):
+        for start in range(0, STRETCHES, 16):
             stretch = start + some
             used = (stretch * KEYS <= position) & ((stretch + 1) * KEYS > begin)
             place = line * STRETCHES + stretch

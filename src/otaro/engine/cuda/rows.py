@@ -7,6 +7,7 @@ dimensions, or with a cache of SEFP codes their bytes: nibbles, a plane for each
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from otaro.precision import NARROWEST, Precision
 
 BLOCK = 64
 """Tokens that memory grows by at least."""
+_marks = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class DeviceSession(AnySession):
         self.tokens = numpy.zeros(0, dtype=numpy.int32)
         """The text itself, for penalties on what is there already."""
         self.cache = self._room(0)
+        self.mark = next(_marks)
+        """Another number for every text, and after every change to it that is not a run."""
 
     def _room(self, capacity: int) -> Tensor:
         shape = self.shape
@@ -91,6 +95,7 @@ class DeviceSession(AnySession):
         self.cache = self._room(capacity)
         self.cache[:, :, :, :kept] = old[:, :, :, :kept]
         self.tokens = numpy.resize(self.tokens, capacity)
+        self.mark = next(_marks)
 
     def _release(self, length: int) -> None:
         if _rounded(length) < self.capacity:
@@ -101,6 +106,7 @@ class DeviceSession(AnySession):
         self.reserve(length)
         self.cache[:, :, :, :length] = other.cache[:, :, :, :length]
         self.tokens[:length] = other.tokens[:length]
+        self.mark = next(_marks)
 
 
 def _rounded(length: int) -> int:

@@ -6,7 +6,7 @@ goes alone, many tokens at a time. Rows of other widths are another batch.
 On a GPU a batch is a captured graph: one for its widths, its size (1, 8 or 16 rows; the rest is left empty), the
 longest text (in stretches of keys) and whether tokens are drawn. It is captured when it is first needed, after it has
 run once as it is, which compiles the kernels. What it reads, tokens, positions, addresses of texts and settings, is one
-small copy to the device; what comes back is a token for each row.
+small copy to the device; what comes back is a token for each row. `ahead`: the next step may have begun by then.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otaro.engine.cuda import picking
+from otaro.engine.cuda.ahead import Ahead
 from otaro.engine.cuda.forward import Prompt, states
 from otaro.engine.cuda.fused import KEYS
 from otaro.engine.cuda.model import DeviceModel
@@ -87,6 +88,8 @@ class DeviceWork:
         pinned = self._device.type == "cuda"
         self._host = {size: torch.zeros((_FIELDS, size), dtype=torch.int64, pin_memory=pinned) for size in SIZES}
         self._fields = {size: host.numpy() for size, host in self._host.items()}
+        self._tokens = {size: torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for size in SIZES}
+        self._ahead = Ahead()
         self._settings: dict[int, NDArray[numpy.float64]] = {
             size: fields.view(numpy.float64) for size, fields in self._fields.items()
         }
@@ -146,14 +149,42 @@ class DeviceWork:
             row = end
         stamp = self._model.stamp(widths)
         kind = Kind(widths, size, _stretches(longest), drawn, 0, batch[0].session.layout, stamp)
-        outcome = self._outcome(kind, sessions)
-        picked = outcome.picked.tolist()
+        outcome, picked = self._picked(kind, sessions, all(_goes_on(step) for step in batch))
         row = 0
         for step in batch:
             end = row + len(step.tokens)
             first = end - step.rows
             self._answer(step, outcome.logits[first:end], picked[first:end])
             row = end
+
+    def _picked(self, kind: Kind, sessions: Sequence[DeviceSession | None], goes_on: bool) -> tuple[Outcome, list[int]]:
+        """Run a batch, and get its tokens; where it `goes_on`, the next one may be launched before they are there."""
+        fields, ahead = self._fields[kind.size], self._ahead
+        texts = (kind, tuple(None if session is None else session.mark for session in sessions))
+        under_way = ahead.launched(texts, fields)
+        outcome = self._captured[kind].outcome if under_way else self._outcome(kind, sessions)
+        tokens = self._tokens[kind.size]
+        tokens.copy_(outcome.picked, non_blocking=True)
+        there = torch.cuda.Event() if self._device.type == "cuda" else None
+        if there is not None:
+            there.record()
+        following = fields.copy()
+        present = following[_POSITION] >= 0
+        following[_POSITION] += present
+        fits = bool((following[_POSITION] < following[_CAPACITY])[present].all())
+        within = _stretches(int(following[_POSITION].max()) + 1) == kind.stretches
+        launch = goes_on and fits and within and ahead.worth and kind in self._captured
+        if launch:
+            captured = self._captured[kind]
+            captured.inputs[_TOKEN] = captured.outcome.picked
+            captured.inputs[_POSITION] += captured.inputs[_POSITION] >= 0
+            captured.graph.replay()
+        if there is not None:
+            there.synchronize()
+        following[_TOKEN] = numpy.where(present, tokens.numpy(), 0)
+        if goes_on:
+            ahead.expect(texts, following, launch)
+        return outcome, tokens.tolist()
 
     def _outcome(self, kind: Kind, sessions: Sequence[DeviceSession | None]) -> Outcome:
         host = self._host[kind.size]
@@ -209,6 +240,7 @@ class DeviceWork:
     def _run_prompt(self, step: Step) -> None:
         """Many tokens of one text, a piece at a time, of which the last `rows` have logits."""
         session: DeviceSession = step.session
+        self._ahead.forget()
         count, found = len(step.tokens), list[Tensor]()
         for start in range(0, count, self.prefill_tokens):
             tokens = torch.from_numpy(step.tokens[start : start + self.prefill_tokens].astype(numpy.int64))
@@ -306,6 +338,7 @@ class DeviceWork:
         session.checked([token], position, most)
         session.length = min(session.length, position)
         session.reserve(position + most)
+        self._ahead.forget()
         drafts: list[int] = []
         fields = self._fields[1][:, 0]
         with self._on_device():
@@ -322,6 +355,12 @@ class DeviceWork:
                 if not float(outcome.margin) >= margin:
                     break
         return drafts
+
+
+def _goes_on(step: Step) -> bool:
+    """Whether one token is run and one is picked by the device, of which nothing else is wanted."""
+    plain = step.sampling is not None and step.sampling.repetition_penalty == 1
+    return plain and step.top is None and step.rows == len(step.tokens) == 1
 
 
 def _draws(sampling: CSampling | None) -> bool:
