@@ -177,7 +177,8 @@ def _rows(
     values = base.new_empty((count, columns), dtype=dtype)
     if count:
         call = calls.decode_call(fragments, len(bits), ids, values)
-        compiler.kernel("decode", _index(base)).launch(call, min(count, _MOST_BLOCKS), _DECODE_THREADS)
+        blocks = count if ids is not None else -(-base.shape[0] * base.shape[1] // (_DECODE_THREADS // 32))
+        compiler.kernel("decode", _index(base)).launch(call, min(blocks, _MOST_BLOCKS), _DECODE_THREADS)
     return values
 
 
