@@ -14,7 +14,7 @@ import pytest
 
 PROGRAM = """
 import torch
-from otaro.engine.cuda import fused, plain
+from otaro.engine.cuda import fused, picking, plain
 from otaro.engine.cuda.matrices import DenseMatrix
 from otaro.engine.cuda.model import DeviceModel, Layer
 from otaro.engine.cuda.rows import DeviceSession, Rows
@@ -37,6 +37,11 @@ for dtype in BUDGET:
         close(*norms)
     both = torch.randn(3, 160).to(dtype)
     close(*(kind.swiglu(both, 70, 80) for kind in (fused, plain)))
+logits = torch.randn(4, 5000).half()
+logits[0, 4100] = logits[0, 100] = 50
+logits[1, 4999] = 9
+logits[2, 30], logits[3, 4000] = torch.nan, torch.inf
+assert fused.likeliest(logits).tolist() == [100, 4999, -1, -1] == picking.greedy(logits).tolist()
 
 
 def compare(heads, kv_heads, dimension, cache, window, normed, stretches, positions):
@@ -104,6 +109,7 @@ from otaro.engine.cuda import kernels
 POINTERS = {"positions": "*i64", "places": "*i64", "x": "*fp32", "weight": "*fp32", "frequency": "*fp32"}
 POINTERS |= dict.fromkeys(("query_norm", "key_norm", "partial", "extremes"), "*fp32")
 POINTERS |= dict.fromkeys(("delta", "out", "qkv", "query"), "*bf16")
+POINTERS |= {"logits": "*fp16", "largest": "*fp32", "token": "*i64"}
 NUMBERS = {"ROWS": "i32", "layer": "i32", "epsilon": "fp32", "rope_factor": "fp32", "scale": "fp32"}
 CACHE = {"MANTISSA": 0, "PADDED": 64, "ROW": 64}
 CODES = {"MANTISSA": 5, "PADDED": 64, "ROW": 49}
@@ -115,7 +121,8 @@ ROTATE = {**HEADS, "STRIDE": 960, "KEY": 576, "VALUE": 768, "HEADS": 9, "CANDIDA
 def build(kernel, warps, **constants):
     names = kernel.arg_names
     constants["OVERLAP"] = True
-    signature = {name: POINTERS.get(name) or NUMBERS.get(name) or "constexpr" for name in names}
+    kinds = {**POINTERS, **({"places": "*i32"} if "largest" in names else {})}
+    signature = {name: kinds.get(name) or NUMBERS.get(name) or "constexpr" for name in names}
     given = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in POINTERS}
     source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs=aligned)
@@ -131,6 +138,8 @@ build(kernels.rotate_kernel, 1, NORMED=False, **ROTATE, **CODES)
 build(kernels.attend_kernel, 4, STRETCHES=1, TILE=128, **ATTEND, **CACHE)
 build(kernels.attend_kernel, 8, STRETCHES=16, TILE=32, **ATTEND, **CODES)
 build(kernels.combine_kernel, 2, HEADS=9, DIM=64, BLOCK=64, KEYS=128, WINDOW=0, STRETCHES=16)
+build(kernels.largest_kernel, 4, VOCABULARY=49152, PARTS=24, BLOCK=2048)
+build(kernels.likeliest_kernel, 1, NONE=-1, PARTS=24, BLOCK=32)
 print("compiled")
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otaro.engine.cuda import plain
+from otaro.engine.cuda import picking, plain
 from otaro.engine.cuda.launches import overlaps, uses_triton
 from otaro.engine.cuda.model import DeviceModel, Layer
 from otaro.engine.cuda.rows import Rows
@@ -21,7 +21,7 @@ KEYS = 128
 """Keys of a stretch: one program's, loaded at once."""
 CODED_KEYS = 32
 """Keys at a time where that takes many instructions or registers: codes, and very large heads."""
-_SWIGLU_BLOCK = 1024
+_SWIGLU_BLOCK, _LARGEST_BLOCK = 1024, 2048
 
 
 def _options(device: torch.device, warps: int) -> dict[str, Any]:
@@ -139,6 +139,34 @@ def attend(model: DeviceModel, layer: Layer, number: int, query: Tensor, rows: R
             **_options(query.device, 2),
         )
     return out
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, `picking.NONE` where logits are not finite."""
+    if not uses_triton(logits.device):
+        return picking.greedy(logits)
+    from otaro.engine.cuda.kernels import largest_kernel, likeliest_kernel
+
+    rows, vocabulary = logits.shape
+    parts = -(-vocabulary // _LARGEST_BLOCK)
+    largest = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+    places = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+    token = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    largest_kernel[(rows, parts)](
+        *(logits, largest, places),
+        VOCABULARY=vocabulary,
+        PARTS=parts,
+        BLOCK=_LARGEST_BLOCK,
+        **_options(logits.device, 4),
+    )
+    likeliest_kernel[(rows,)](
+        *(largest, places, token),
+        NONE=picking.NONE,
+        PARTS=parts,
+        BLOCK=_power_of_two(parts),
+        **_options(logits.device, 1),
+    )
+    return token
 
 
 def _power_of_two(count: int) -> int:

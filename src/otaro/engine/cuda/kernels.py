@@ -4,6 +4,7 @@
     rotate    queries, keys and values of a token: query and key norms, rotary positions, keys and values into the cache
     attend    queries against a stretch of 128 keys; `combine` puts the stretches together where there are several
     swiglu    gate and up
+    largest   the likeliest token of each part of the vocabulary; `likeliest`: of all parts
 
 A row of a batch knows its text by an address, not by a place in a common cache: texts grow and move, captured graphs
 stay. Nothing a row goes through depends on the rows beside it, nor on how many stretches the longest text has, so a
@@ -307,3 +308,32 @@ def combine_kernel(
             part = tl.load(partial + place[:, None] * DIM + d[None, :], mask=own, other=0.0)
             mixed += tl.sum(share[:, None] * part, axis=0)
         tl.store(out + line * DIM + d, (mixed / total).to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def largest_kernel(
+    logits, largest, places, VOCABULARY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """The largest logit of a part of the vocabulary, the first of equal ones; infinite where one is no number."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    _await(OVERLAP)
+    here = logits + row.to(tl.int64) * VOCABULARY + column
+    value = tl.load(here, mask=column < VOCABULARY, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == value, value, float("inf"))
+    most, place = tl.max(value, axis=0, return_indices=True)
+    tl.store(largest + row * PARTS + part, most)
+    tl.store(places + row * PARTS + part, part * BLOCK + place)
+
+
+@triton.jit
+def likeliest_kernel(
+    largest, places, token, NONE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    row = tl.program_id(0)
+    part = tl.arange(0, BLOCK)
+    _await(OVERLAP)
+    value = tl.load(largest + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    most, which = tl.max(value, axis=0, return_indices=True)
+    found = tl.load(places + row * PARTS + which).to(tl.int64)
+    tl.store(token + row, tl.where((most - most) == 0.0, found, NONE))

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otaro.engine.cuda import picking
+from otaro.engine.cuda import fused, picking
 from otaro.engine.cuda.ahead import Ahead
 from otaro.engine.cuda.forward import Prompt, states
 from otaro.engine.cuda.fused import KEYS
@@ -229,7 +229,7 @@ class DeviceWork:
             two = logits.float().topk(2)
             return Outcome(logits, two.indices[:, 0], two.values[:, 0] - two.values[:, 1])
         if not kind.drawn:
-            return Outcome(logits, picking.greedy(logits), None)
+            return Outcome(logits, fused.likeliest(logits), None)
         settings = inputs.view(torch.float64)
         picked = picking.drawn(
             *(logits, settings[_TEMPERATURE], settings[_TOP_P], settings[_MIN_P]),
