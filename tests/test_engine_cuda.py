@@ -260,6 +260,25 @@ def test_numbers_that_are_not_finite_end_one_text_alone(folders: Any) -> None:
         list(engine.tokens(TEXT[:3], max_new_tokens=2, sampling=Sampling(1.0)))
 
 
+def test_a_text_without_memory_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, greedy = engine.weights.widths(Precision.E5M8), c_sampling(Sampling())
+    room = DeviceSession._room
+
+    def little(session: DeviceSession, capacity: int) -> torch.Tensor:
+        if capacity > 64:
+            raise torch.OutOfMemoryError("out of memory")
+        return room(session, capacity)
+
+    monkeypatch.setattr(DeviceSession, "_room", little)
+    long, short = DeviceSession(engine.weights.model, 200), DeviceSession(engine.weights.model, 60)  # type: ignore[arg-type]
+    long.expect(100)
+    steps = [Step(one, ids(*TEXT * count), 0, widths, 1, greedy) for one, count in ((long, 2), (short, 1))]
+    engine.run_steps(steps)
+    with pytest.raises(OtaroError, match="not enough memory"):
+        native.check(steps[0].failed)
+    assert len(steps[1].picked) == 1
+
+
 class Replay:
     """Stands for a captured graph: runs again what was run, into the same memory."""
 

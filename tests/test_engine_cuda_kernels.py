@@ -96,6 +96,22 @@ for stretches in (1, 4, 16):
     torch.manual_seed(1)
     results.append(compare(4, 2, 16, None, 0, False, stretches, [77]))
 assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+# A model through the kernels, and in plain torch.
+import os
+import numpy
+from experiments.table2 import models
+from otaro.engine.cuda.work import DeviceWork
+
+cpu = torch.device("cpu")
+model = models.model("tiny", models.packed(cpu), torch.float16, cpu)
+widths, logits = models.widths_of(model, Precision.E5M4), []
+for interpreted in ("1", "0"):
+    os.environ["TRITON_INTERPRET"] = interpreted
+    work, session = DeviceWork(model), DeviceSession(model, 60, cache=Precision.E5M8)
+    parts = [work.logits(session, list(range(20)), 0, widths), work.logits(session, [7, 8, 9], 20, widths, rows=3)]
+    logits.append(torch.from_numpy(numpy.concatenate(parts)).half())
+close(*logits)
 print("alike")
 """
 
@@ -148,7 +164,12 @@ def run(program: str, **environment: str) -> str:
     triton = pytest.importorskip("triton")
     assert triton is not None
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**os.environ, **environment}
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -28,7 +28,7 @@ from otaro.sefp import Format
 Logits = NDArray[numpy.float32]
 
 _INT, _LONG, _DATA = cpu.INT, cpu.LONG, ctypes.c_void_p
-NOT_FINITE_CODE, _PLANES, _NO_MEMORY, CANCELLED = 3, 6, 7, 9
+NOT_FINITE_CODE, _PLANES, NO_MEMORY_CODE, CANCELLED = 3, 6, 7, 9
 NOT_FINITE = "the model's logits are not finite: the packed weights are broken, see otaro verify"
 NOT_LOADED = "that precision is not loaded: raise the model to it first"
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -233,6 +233,6 @@ def check(error: int, planes: str = "a plane is missing") -> None:
         raise OtaroError(NOT_FINITE)
     if error == _PLANES:
         raise PrecisionError(planes)
-    if error == _NO_MEMORY:
+    if error == NO_MEMORY_CODE:
         raise OtaroError("there is not enough memory: choose a smaller context or a lower precision")
     cpu.check(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy
@@ -82,7 +83,8 @@ class DeviceSession(AnySession):
     def expect(self, length: int) -> None:
         """Take all the memory that a text of that length needs at once, or give back what is far beyond it."""
         super().expect(length)
-        self.reserve(length)
+        with suppress(torch.OutOfMemoryError):  # it may end before all of it is needed
+            self.reserve(length)
 
     def reserve(self, length: int) -> None:
         """Have room for so many tokens; those that are held stay."""

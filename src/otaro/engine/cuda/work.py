@@ -27,7 +27,7 @@ from otaro.engine.cuda.forward import Prompt, states
 from otaro.engine.cuda.fused import KEYS
 from otaro.engine.cuda.model import DeviceModel
 from otaro.engine.cuda.rows import CacheLayout, DeviceSession, Rows
-from otaro.engine.native import NOT_FINITE_CODE, Logits
+from otaro.engine.native import NO_MEMORY_CODE, NOT_FINITE_CODE, Logits
 from otaro.engine.numbers import MOST_CONTEXT, whole
 from otaro.engine.sampling import CSampling
 from otaro.engine.session import Step
@@ -106,11 +106,11 @@ class DeviceWork:
             session: DeviceSession = step.session
             session.length = min(session.length, step.position)
             step.cancelled = step.cancel is not None and step.cancel.value != 0
-            if not step.cancelled:
-                end = step.position + len(step.tokens)
-                session.reserve(end)
-                session.tokens[step.position : end] = step.tokens
-                groups.setdefault((step.widths, session.layout), []).append(step)
+            end = step.position + len(step.tokens)
+            if step.cancelled or not self._has_room(step, end):
+                continue
+            session.tokens[step.position : end] = step.tokens
+            groups.setdefault((step.widths, session.layout), []).append(step)
         with self._on_device():
             for (widths, _), group in groups.items():
                 for batch in _batches([step for step in group if len(step.tokens) <= MOST_ROWS]):
@@ -118,6 +118,15 @@ class DeviceWork:
                 for step in group:
                     if len(step.tokens) > MOST_ROWS:
                         self._run_prompt(step)
+
+    @staticmethod
+    def _has_room(step: Step, length: int) -> bool:
+        """Make room for a text's tokens; where there is none, this text alone fails."""
+        try:
+            step.session.reserve(length)
+        except torch.OutOfMemoryError:
+            step.failed = NO_MEMORY_CODE
+        return step.failed == 0
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
