@@ -49,6 +49,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         config = architectures.config(name)
         if name == "mistral":
             config.sliding_window = 9
+        if name == "llama-tied":
+            config.attention_bias = config.mlp_bias = True
         return architectures.packed_model(config, tmp_path_factory.mktemp(name))
 
     return packed

@@ -36,7 +36,8 @@ for dtype in BUDGET:
         assert torch.equal(*streams)
         close(*norms)
     both = torch.randn(3, 160).to(dtype)
-    close(*(kind.swiglu(both, 70, 80) for kind in (fused, plain)))
+    for up in (80, 8):
+        close(*(kind.swiglu(both, 70, up) for kind in (fused, plain)))
 logits = torch.randn(4, 5000).half()
 logits[0, 4100] = logits[0, 100] = 50
 logits[1, 4999] = 9
@@ -148,7 +149,7 @@ def build(kernel, warps, **constants):
 
 
 build(kernels.norm_kernel, 2, HIDDEN=576, BLOCK=1024, ADD=True)
-build(kernels.swiglu_kernel, 4, COLUMNS=1536, STRIDE=3072, UP=1536, BLOCK=1024)
+build(kernels.swiglu_kernel, 4, COLUMNS=1536, STRIDE=3072, UP=8, TURN=8, BLOCK=1024)
 build(kernels.rotate_kernel, 1, NORMED=True, **ROTATE, **CACHE)
 build(kernels.rotate_kernel, 1, NORMED=False, **ROTATE, **CODES)
 build(kernels.attend_kernel, 4, STRETCHES=1, TILE=128, **ATTEND, **CACHE)

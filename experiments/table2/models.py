@@ -70,7 +70,8 @@ def packed(device: torch.device) -> Make:
     def make(rows: int, columns: int, starts: tuple[int, ...]) -> PackedMatrix:
         ends = (*starts[1:], rows)
         shapes = [(end - start, columns) for start, end in zip(starts, ends, strict=True)]
-        matrix = PackedMatrix(shapes, Format(), device)
+        gates = len(shapes) == 2
+        matrix = PackedMatrix([shapes[1]] * 2 if gates else shapes, Format(), device, gates=gates)
         for name in (BASE, SCALE, *BITS.values()):
             low, high = (20, 30) if name == SCALE else (0, 256)  # scales of about 2^-9
             size = matrix.plane_shape(name)
@@ -127,9 +128,12 @@ def compile_kernels(index: int) -> None:
     """All products, by as many threads as there are processors, before the first is needed."""
     major, minor = torch.cuda.get_device_capability(index)
     jobs: list[tuple[str, tuple[tuple[str, int], ...]]] = [("decode", ())]
-    for extra, columns in itertools.product(range(6), (1, 8, 16)):
+    for extra, columns, gated in itertools.product(range(6), (1, 8, 16), (0, 1)):
         threads = 32 * calls.most_warps(columns)
-        definitions = (("OTARO_COLUMNS", columns), ("OTARO_EXTRA", extra), ("OTARO_THREADS", threads))
+        definitions = (
+            *(("OTARO_COLUMNS", columns), ("OTARO_EXTRA", extra)),
+            *(("OTARO_GATED", gated), ("OTARO_THREADS", threads)),
+        )
         jobs.append(("matvec", definitions))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compiler.compiled(job[0], f"sm_{major}{minor}", job[1]), jobs))

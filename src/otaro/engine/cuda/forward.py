@@ -58,7 +58,10 @@ def _feed_forward(layer: Layer, x: Tensor, width: int, shape: Shape, many: bool)
     if isinstance(layer.feed_forward, Experts):
         return _experts(layer.feed_forward, x, width, shape, many)
     gate_up, down = layer.feed_forward
-    return down.multiply(fused.swiglu(gate_up.multiply(x, width), shape.intermediate, gate_up.starts[1]), width)
+    inner = None if many else gate_up.gated(x, width)
+    if inner is None:
+        inner = fused.swiglu(gate_up.multiply(x, width), shape.intermediate, gate_up.starts[1])
+    return down.multiply(inner, width)
 
 
 def _experts(experts: Experts, x: Tensor, width: int, shape: Shape, many: bool) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from otaro.engine.cuda import picking, plain
 from otaro.engine.cuda.launches import overlaps, uses_triton
+from otaro.engine.cuda.matrices import TURN
 from otaro.engine.cuda.model import DeviceModel, Layer
 from otaro.engine.cuda.rows import Rows
 from otaro.sefp import CANDIDATES, ERROR_WIDTH
@@ -49,7 +50,7 @@ def norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype:
 
 
 def swiglu(x: Tensor, columns: int, up: int) -> Tensor:
-    """silu(gate) · up, of rows that hold the gate first and the other from column `up` on."""
+    """silu(gate) · up, of rows that hold the gate first and the other from column `up` on, or both in turns."""
     if not uses_triton(x.device):
         return plain.swiglu(x, columns, up)
     from otaro.engine.cuda.kernels import swiglu_kernel
@@ -60,6 +61,7 @@ def swiglu(x: Tensor, columns: int, up: int) -> Tensor:
         COLUMNS=columns,
         STRIDE=x.shape[1],
         UP=up,
+        TURN=TURN if up == TURN else 0,
         BLOCK=_SWIGLU_BLOCK,
         **_options(x.device, 4),
     )

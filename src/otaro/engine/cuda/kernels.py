@@ -3,7 +3,7 @@
     norm      the residual stream takes up the last product; its RMS norm
     rotate    queries, keys and values of a token: query and key norms, rotary positions, keys and values into the cache
     attend    queries against a stretch of 128 keys; `combine` puts the stretches together where there are several
-    swiglu    gate and up
+    swiglu    gate and up, where they are not one product with it
     largest   the likeliest token of each part of the vocabulary; `likeliest`: of all parts
 
 A row of a batch knows its text by an address, not by a place in a common cache: texts grow and move, captured graphs
@@ -50,14 +50,24 @@ def norm_kernel(
 
 @triton.jit
 def swiglu_kernel(
-    x, out, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    x,
+    out,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    UP: tl.constexpr,
+    TURN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < COLUMNS
+    place = column
+    if TURN > 0:  # so many of each, in turns
+        place = column // TURN * (2 * TURN) + column % TURN
     _await(OVERLAP)
-    gate = tl.load(x + row * STRIDE + column, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(x + row * STRIDE + UP + column, mask=there, other=0.0).to(tl.float32)
+    gate = tl.load(x + row * STRIDE + place, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(x + row * STRIDE + UP + place, mask=there, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * COLUMNS + column, value.to(out.dtype.element_ty), mask=there)
 

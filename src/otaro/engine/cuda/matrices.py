@@ -2,8 +2,9 @@
 
 Queries, keys and values are one product, gate and up another: few launches, and large ones, are what a GPU likes. Each
 part begins at a multiple of 16 rows, the tiles of the kernels, so parts lie in the planes one after another as they
-come from the files, and products have the gaps that this leaves. Planes of one width share a piece of memory, which is
-freed as a whole when the width is dropped.
+come from the files, and products have the gaps that this leaves. Gates and what they let through take turns, eight
+rows each, so that a tile holds both and the product can be silu(gate) · up at once. Planes of one width share a piece
+of memory, which is freed as a whole when the width is dropped.
 """
 
 from __future__ import annotations
@@ -29,6 +30,15 @@ from otaro.sefp import Format
 _ALIGNMENT = 256
 _BYTES = {BASE: 2048, SCALE: 64, **dict.fromkeys(BITS.values(), 512)}
 """Bytes of a plane for 16 rows × 256 columns."""
+TURN = ROWS // 2
+"""Rows of gates, and then of what they let through."""
+
+
+def _in_turns(rows: Tensor, place: int) -> Tensor:
+    """[rows, …] with as many zeros behind (0) or before (1) every eight rows."""
+    turns = functional.pad(rows, (0, 0, 0, -rows.shape[0] % TURN)).unflatten(0, (-1, 1, TURN))
+    pair = (turns, torch.zeros_like(turns))
+    return torch.cat(pair if place == 0 else pair[::-1], 1).flatten(0, 2)
 
 
 class Product(ABC):
@@ -46,6 +56,10 @@ class Product(ABC):
     @abstractmethod
     def multiply(self, x: Tensor, mantissa: int) -> Tensor:
         """``x @ matrix.T`` plus the bias, [rows of x, rows]."""
+
+    def gated(self, x: Tensor, mantissa: int) -> Tensor | None:
+        """silu(gate) · up of a matrix of both, where that is one launch."""
+        return None
 
     @abstractmethod
     def rows_of(self, ids: Tensor, mantissa: int, dtype: torch.dtype) -> Tensor:
@@ -76,15 +90,21 @@ def arena_bytes(size: int) -> int:
 
 
 class PackedMatrix(Product):
-    """Planes of one or several parts; `shapes` have the rows of each, of several dimensions for experts."""
+    """Planes of one or several parts; `shapes` have the rows of each, of several dimensions for experts.
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], format: Format, device: torch.device) -> None:
+    With `gates` there are two parts of equal shape, which take turns.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], format: Format, device: torch.device, *, gates: bool = False
+    ) -> None:
         self.columns = shapes[0][-1]
         self.format, self.device = format, device
         counts = [math.prod(shape[:-1]) for shape in shapes]
-        tiles = [-(-count // ROWS) for count in counts]
+        tiles = [-(-count // ROWS) for count in counts] if not gates else [-(-counts[0] // TURN), 0]
+        self._gates = counts[0] if gates else 0
         self._first_tile = [sum(tiles[:place]) for place in range(len(tiles))]
-        self.starts = [ROWS * tile for tile in self._first_tile]
+        self.starts = [ROWS * tile for tile in self._first_tile] if not gates else [0, TURN]
         self.rows = counts[0] if len(counts) == 1 else ROWS * sum(tiles)
         self._tiles, self._units = sum(tiles), -(-self.columns // COLUMNS)
         self._planes: dict[str, Tensor] = {}
@@ -102,13 +122,27 @@ class PackedMatrix(Product):
 
     def put(self, name: str, plane: Tensor, place: int, arena: Arena | None) -> None:
         """Lay a plane of one of the parts where it belongs."""
-        laid = fragments(name, plane.to(self.device), self.format)
+        plane = plane.to(self.device)
         if name not in self._planes:
             shape = self.plane_shape(name)
             self._planes[name] = (Arena(math.prod(shape), self.device) if arena is None else arena).take(shape)
-        start = self._first_tile[place]
-        self._planes[name][start : start + laid.shape[0]] = laid
+            if self._gates:
+                self._planes[name].zero_()
+        if self._gates:
+            self._planes[name] |= fragments(name, _in_turns(plane, place), self.format)
+        else:
+            laid, start = fragments(name, plane, self.format), self._first_tile[place]
+            self._planes[name][start : start + laid.shape[0]] = laid
         self._forget()
+
+    def set_bias(self, place: int, values: Tensor) -> None:
+        """The bias of one of the parts."""
+        if self.bias is None:
+            self.bias = torch.zeros(self.rows, dtype=values.dtype, device=values.device)
+        if self._gates:
+            self.bias += _in_turns(values[:, None], place)[:, 0]
+        else:
+            self.bias[self.starts[place] :][: len(values)] = values
 
     def set_plane(self, name: str, laid: Tensor) -> None:
         """Take a plane of all parts that lies as it shall."""
@@ -136,10 +170,22 @@ class PackedMatrix(Product):
         return self._ready[mantissa]
 
     def multiply(self, x: Tensor, mantissa: int) -> Tensor:
-        if has_kernels(self.device) and x.dtype != torch.float32:
-            planes = self.fragments(mantissa)
-            return cuda.multiply(x, planes, planes.stored, self.bias, overlaps(self.device))
-        return functional.linear(x, self._value(mantissa, x.dtype), self.bias)
+        if not self._multiplies(x):
+            return functional.linear(x, self._value(mantissa, x.dtype), self.bias)
+        planes = self.fragments(mantissa)
+        product = cuda.multiply(x, planes, planes.stored, self.bias, overlaps(self.device))
+        if product is None:
+            return functional.linear(x, cuda.dequantize(planes, planes.stored, x.dtype), self.bias)
+        return product
+
+    def gated(self, x: Tensor, mantissa: int) -> Tensor | None:
+        if not self._multiplies(x):
+            return None
+        planes = self.fragments(mantissa)
+        return cuda.multiply(x, planes, planes.stored, self.bias, overlaps(self.device), self._gates)
+
+    def _multiplies(self, x: Tensor) -> bool:
+        return has_kernels(self.device) and x.dtype != torch.float32
 
     def rows_of(self, ids: Tensor, mantissa: int, dtype: torch.dtype) -> Tensor:
         if has_kernels(self.device):
@@ -171,7 +217,8 @@ class Part(AnyMatrix):
     @property
     def nbytes(self) -> int:
         """This part's share of the planes that are there."""
-        return sum(-(-self.rows // ROWS) * self.whole._units * _BYTES[name] for name in self.whole._planes)
+        rows = -(-self.rows // TURN) * TURN if self.whole._gates else -(-self.rows // ROWS) * ROWS
+        return sum(rows * self.whole._units * _BYTES[name] // ROWS for name in self.whole._planes)
 
     def set_planes(self, planes: Planes, arena: Arena | None) -> None:
         for name, plane in planes.named().items():

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from otaro import packing, sefp
+from otaro.engine.cuda.matrices import TURN
 from otaro.engine.cuda.model import DeviceModel, Layer
 from otaro.engine.cuda.rows import CacheLayout, DeviceSession, Rows
 from otaro.packing import Planes
@@ -23,6 +24,8 @@ def norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype:
 
 
 def swiglu(x: Tensor, columns: int, up: int) -> Tensor:
+    if up == TURN:
+        x, up = x.unflatten(1, (-1, 2, TURN)).transpose(1, 2).flatten(1), x.shape[1] // 2
     return (functional.silu(x[:, :columns].float()) * x[:, up : up + columns].float()).to(x.dtype)
 
 

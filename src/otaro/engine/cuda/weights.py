@@ -96,7 +96,8 @@ class DeviceWeights(AnyWeights):
                 self._add_matrix([names[0, role]], [(0, role)])
 
     def _add_matrix(self, names: list[str], places: list[tuple[int, MatrixRole]]) -> None:
-        whole = PackedMatrix([self._shapes[name] for name in names], self.folder.format, self._device)
+        shapes, gates = [self._shapes[name] for name in names], places[0][1] == _R.GATE
+        whole = PackedMatrix(shapes, self.folder.format, self._device, gates=gates)
         for name, place, part in zip(names, places, whole.parts, strict=True):
             self._parts[name], self._whole[place] = part, whole
 
@@ -150,7 +151,7 @@ class DeviceWeights(AnyWeights):
         matrices.setdefault((0, _R.HEAD), matrices[0, _R.EMBEDDING])
         for (layer, role), part in matrices.items():
             if role in _BIASES and (bias := self._vectors.get((layer, _BIASES[role]))) is not None:
-                _set_bias(part, bias.to(self._dtype))
+                part.whole.set_bias(part.whole.parts.index(part), bias.to(self._dtype))
         layers = [self._layer(number) for number in range(self._shape.layers)]
         return DeviceModel(
             self._shape,
@@ -177,14 +178,6 @@ class DeviceWeights(AnyWeights):
             vectors.get((number, VectorRole.KEY_NORM)),
             self._shape.window[number],
         )
-
-
-def _set_bias(part: Part, values: Tensor) -> None:
-    whole = part.whole
-    if whole.bias is None:
-        whole.bias = torch.zeros(whole.rows, dtype=values.dtype, device=values.device)
-    start = whole.starts[whole.parts.index(part)]
-    whole.bias[start : start + part.rows] = values
 
 
 def _product(shape: tuple[int, int, int]) -> int:

@@ -69,16 +69,20 @@ def linear(
     return result
 
 
-def multiply(x: Tensor, fragments: Fragments, precision: Precision, bias: Tensor | None, overlap: bool) -> Tensor:
+def multiply(
+    x: Tensor, fragments: Fragments, precision: Precision, bias: Tensor | None, overlap: bool, gated: int = 0
+) -> Tensor | None:
     """`linear` for an engine: contiguous rows of x, all of `fragments`' planes, a bias of x's type, nothing checked.
 
     With `overlap` the launch may begin before its predecessor has ended: it fetches weights, then waits for x. The
-    weights must have been there for longer than that.
+    weights must have been there for longer than that. With `gated`, of every 16 rows of the weight the first 8 are
+    gates and the others what they let through: the result is silu(gate) · up, of so many columns. None where no one
+    launch can do it.
     """
     if not _multiplies(x, fragments, precision):
-        return torch.nn.functional.linear(x, dequantize(fragments, precision, x.dtype), bias)
-    y = x.new_empty((x.shape[0], fragments.rows))
-    _launch(x, fragments, bias, y, overlap=overlap)
+        return None
+    y = x.new_empty((x.shape[0], gated or fragments.rows))
+    _launch(x, fragments, bias, y, overlap=overlap, gated=gated)
     return y
 
 
@@ -152,11 +156,18 @@ def _linear(
 
 
 def _launch(
-    x: Tensor, fragments: Fragments, bias: Tensor | None, y: Tensor, width: Tensor | None = None, overlap: bool = False
+    x: Tensor,
+    fragments: Fragments,
+    bias: Tensor | None,
+    y: Tensor,
+    width: Tensor | None = None,
+    overlap: bool = False,
+    gated: int = 0,
 ) -> None:
     extra, rows, batch = len(fragments.bits), fragments.rows, math.prod(x.shape[:-1])
-    kernel, plan = launch_plan(_index(x), rows, fragments.base.shape[1], extra, batch, width is not None)
-    call = calls.matvec_call(x, fragments, extra, bias, y, plan, width)
+    units = fragments.base.shape[1]
+    kernel, plan = launch_plan(_index(x), rows, units, extra, batch, width is not None, gated > 0)
+    call = calls.matvec_call(x, fragments, extra, bias, y, plan, width, gated)
     kernel.launch(call, plan.split * plan.clusters, plan.threads, plan.shared_bytes(rows), plan.split, overlap)
 
 
@@ -183,22 +194,37 @@ def _rows(
 
 
 def launch_plan(
-    index: int, rows: int, units: int, extra: int, batch: int, dynamic: bool = False, **choices: int
+    index: int,
+    rows: int,
+    units: int,
+    extra: int,
+    batch: int,
+    dynamic: bool = False,
+    gated: bool = False,
+    **choices: int,
 ) -> tuple[compiler.Kernel, Plan]:
     """The kernel for a product and how it is divided, found once for each shape."""
     columns = calls.kernel_columns(batch)
-    return _launch_plan(index, rows, units, extra, columns, dynamic, tuple(sorted(choices.items())))
+    return _launch_plan(index, rows, units, extra, columns, dynamic, gated, tuple(sorted(choices.items())))
 
 
 @functools.cache
 def _launch_plan(
-    index: int, rows: int, units: int, extra: int, columns: int, dynamic: bool, choices: tuple[tuple[str, int], ...]
+    index: int,
+    rows: int,
+    units: int,
+    extra: int,
+    columns: int,
+    dynamic: bool,
+    gated: bool,
+    choices: tuple[tuple[str, int], ...],
 ) -> tuple[compiler.Kernel, Plan]:
     kernel = compiler.kernel(
         "matvec",
         index,
         OTARO_EXTRA=-1 if dynamic else extra,
         OTARO_COLUMNS=columns,
+        OTARO_GATED=int(gated),
         OTARO_THREADS=32 * calls.most_warps(columns),
     )
     device, given = device_limits(index), dict(choices)
