@@ -403,6 +403,9 @@ def test_what_cannot_run_is_said_in_a_sentence(folders: Any, monkeypatch: pytest
     with pytest.raises(OtaroError, match="choose auto, cpu or cuda"):
         launches.choose("tpu")
     assert launches.choose("auto") == launches.choose("cpu") == "cpu"
+    with pytest.raises(OtaroError, match="no NVIDIA GPU"):
+        Engine(folders("llama"), device="cuda")
+    assert Engine(folders("llama"), threads=1, device="auto").device == "cpu"
     folder = Engine(folders("llama"), "E5M3", threads=1).weights.folder
     sizes = {width: weights.device_bytes(folder, width) + weights.RESERVE for width in Precision}
     weights.check_memory(folder, Precision.E5M8, sizes[Precision.E5M8])

@@ -94,7 +94,8 @@ class Engine:
 
     Keys and values are kept as float16, or with `kv_cache` a precision, as SEFP codes of that width.
 
-    `device` is "cpu", the native engine, or "cuda", an NVIDIA GPU (`otaro.engine.cuda`); `threads` count on a CPU.
+    `device` is "cpu", the native engine, "cuda", an NVIDIA GPU (`otaro.engine.cuda`), or "auto", a GPU where there is
+    one; `threads` count on a CPU.
     """
 
     def __init__(
@@ -115,6 +116,11 @@ class Engine:
         chosen = None if precision is None else Precision(precision)
         first = NARROWEST if progressive else chosen
         self.device = device
+        """Where it runs: "cpu" or "cuda"."""
+        if device != CPU:
+            from otaro.engine.cuda.launches import choose
+
+            self.device = choose(device)
         self.weights, self._work, self._new_session = self._open(Path(folder), first, progress)
         limit = self.weights.config.max_position_embeddings
         if type(limit) is not int or limit < 1:

@@ -51,7 +51,7 @@ def choose(device: str) -> str:
         return device
     reason = unusable()
     if device == CUDA and reason is not None:
-        raise OtaroError(f"this model cannot run on a GPU: {reason}; leave --device out to use the CPU")
+        raise OtaroError(f"the engine cannot run on a GPU: {reason}; choose the device cpu")
     return CUDA if reason is None else "cpu"
 
 
