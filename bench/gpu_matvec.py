@@ -55,7 +55,10 @@ def build_kernels(index: int, columns: tuple[int, ...]) -> float:
         # The form that reads its width on the device is measured at batch 1 alone.
         if extra >= 0 or count == 1:
             threads = 32 * calls.most_warps(count)
-            definitions = (("OTARO_COLUMNS", count), ("OTARO_EXTRA", extra), ("OTARO_THREADS", threads))
+            definitions = (
+                *(("OTARO_COLUMNS", count), ("OTARO_EXTRA", extra)),
+                *(("OTARO_GATED", 0), ("OTARO_THREADS", threads)),
+            )
             jobs.append(("matvec", definitions))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compiler.compiled(job[0], f"sm_{major}{minor}", job[1]), jobs))

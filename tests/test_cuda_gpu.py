@@ -159,3 +159,24 @@ def test_a_packed_model_gives_the_logits_of_plain_torch(packed_llama: Path, monk
     for precision in ("E5M8", "E5M3"):
         for ours, plain in zip(logits["auto", precision], logits["reference", precision], strict=True):
             torch.testing.assert_close(ours, plain, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("rows, columns, batch", [(1536, 576, 1), (1536, 576, 8), (20, 4500, 5), (14336, 4096, 16)])
+def test_gated_products(rows: int, columns: int, batch: int) -> None:
+    tiles = -(-rows // 8)
+    planes, fragments = packed(16 * tiles, columns)
+    for precision in (Precision.E5M3, Precision.E5M4, Precision.E5M8):
+        bits = fragments.bits[: precision.mantissa - 3]
+        used = Fragments(fragments.base, bits, fragments.scale, fragments.shape, fragments.group_size)
+        weight = reference.dequantize(planes, columns, precision, FORMAT, torch.float64)
+        for dtype in (torch.float16, torch.bfloat16):
+            x = activations(batch, columns, dtype)
+            both = (x.double() @ weight.T).unflatten(1, (tiles, 2, 8))
+            wanted = (torch.nn.functional.silu(both[:, :, 0]) * both[:, :, 1]).flatten(1)[:, :rows]
+            for overlap in (False, True):
+                torch.cuda.synchronize()
+                poison(batch, rows, dtype=dtype)
+                result = cuda.multiply(x, used, precision, None, overlap, gated=rows)
+                assert result is not None
+                error = float((result.double() - wanted).abs().max() / wanted.abs().max())
+                assert error < 2 * BUDGET[dtype]

@@ -358,12 +358,38 @@ def test_compiled_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("extra, columns", [(0, 1), (5, 8)])
-def test_kernels_compile_without_spilling_registers(extra: int, columns: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("extra, columns, gated", [(0, 1, 0), (5, 8, 0), (1, 1, 1)])
+def test_kernels_compile_without_spilling_registers(extra: int, columns: int, gated: int, tmp_path: Path) -> None:
     source = tmp_path / "kernels.cu"
     source.write_text(compiler.source("matvec"))
     threads = 32 * calls.most_warps(columns)
-    definitions = [f"-DOTARO_EXTRA={extra}", f"-DOTARO_COLUMNS={columns}", f"-DOTARO_THREADS={threads}"]
+    names = {"EXTRA": extra, "COLUMNS": columns, "GATED": gated, "THREADS": threads}
+    definitions = [f"-DOTARO_{name}={value}" for name, value in names.items()]
     command = ["nvcc", "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", *definitions, str(source), "-o"]
     done = subprocess.run([*command, str(tmp_path / "kernels.cubin")], check=True, capture_output=True, text=True)
     assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    "rows, columns, batch, dtype",
+    [
+        (5, 70, 1, torch.float16),
+        (20, 600, 5, torch.bfloat16),
+        (9, 2100, 16, torch.float16),
+        (24, 4500, 1, torch.bfloat16),
+    ],
+)
+def test_gated_products(rows: int, columns: int, batch: int, dtype: torch.dtype) -> None:
+    """silu(gate) · up in the product's own launch, rows of both in turns of eight."""
+    tiles = -(-rows // 8)
+    planes, fragments = packed(16 * tiles, columns, seed=rows)
+    x = torch.randn(batch, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.randn(16 * tiles).to(dtype)
+    for precision in (Precision.E5M3, Precision.E5M4, Precision.E5M8):
+        used = Fragments(fragments.base, fragments.bits[: precision.mantissa - 3], fragments.scale, fragments.shape, 64)
+        result = cuda.multiply(x, used, precision, bias, False, gated=rows)
+        both = expected(x, planes, precision, FORMAT, bias).unflatten(1, (tiles, 2, 8))
+        wanted = torch.nn.functional.silu(both[:, :, 0]) * both[:, :, 1]
+        assert result is not None
+        assert_close(result, wanted.flatten(1)[:, :rows])

@@ -48,7 +48,7 @@ class EmulatedKernel:
             rows, columns = call.planes.rows, call.planes.columns
             for address, size in ((call.x, 2 * call.batch * columns), (call.bias, 2 * rows), (call.mantissa, 4)):
                 declare(library, address, size)
-            declare(library, call.y, 2 * call.batch * rows, written=True)
+            declare(library, call.y, 2 * call.batch * (call.gated or rows), written=True)
             arguments = (ctypes.byref(call), self.extra, self.columns, blocks, shared, self.seed)
             error = library.run_matvec(*arguments)
         if error:

@@ -9,7 +9,11 @@
 #include "decode.cu"
 
 template <int EXTRA, int COLUMNS> static void matvec_body(const void* call) {
-    matvec<EXTRA, COLUMNS>(*(const Matvec*)call);
+    const Matvec& given = *(const Matvec*)call;
+    if (given.gated)
+        matvec<EXTRA, COLUMNS, true>(given);
+    else
+        matvec<EXTRA, COLUMNS>(given);
 }
 template <int COLUMNS> static void any_body(const void* call) { matvec_any<COLUMNS>(*(const Matvec*)call); }
 static void decode_body(const void* call) { decode_kernel(*(const Decode*)call); }

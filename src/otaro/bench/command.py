@@ -10,6 +10,7 @@ import typer
 
 from otaro.console import ResultTable, check_outputs, print_tables, progress_bar, size_text
 from otaro.errors import OtaroError
+from otaro.generation.command import Device
 from otaro.precision import parse_precisions
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def bench(
     kv_cache: Annotated[
         str, typer.Option(metavar="FORMAT", help="How keys and values are kept: float16, or codes such as E5M8.")
     ] = "float16",
+    device: Device = "auto",
     speculation: Annotated[bool, typer.Option(help="Measure drafting by E5M3 as well.")] = True,
     json_out: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write the figures as JSON; '-' is stdout.")
@@ -61,6 +63,7 @@ def bench(
                 rounds=rounds,
                 threads=threads,
                 kv_cache=kv_cache,
+                device=device,
                 against_llama_cpp=against is not None,
                 speculation=speculation,
                 progress=progress,
@@ -94,6 +97,8 @@ def _table(measured: Figures) -> ResultTable:
     machine = measured.machine
     bandwidth = f"{machine['read_bytes_per_second'] / 1e9:.1f} GB/s"
     where = f"{machine['processor']}, {machine['instruction_set']}, {machine['threads']} threads reading {bandwidth}"
+    if "gpu" in machine:
+        where = f"{machine['gpu']}, reading {bandwidth}"
     speeds = ("first token, s", "prefill tok/s", "decode tok/s", "of bandwidth")
     table = ResultTable("precision", "bits", "weights", "cache", "load, s", *speeds, caption=where)
     for row in measured.rows:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 
 import otaro
 from otaro.engine import native
@@ -18,6 +19,7 @@ from otaro.ops import cpu
 
 READ_BYTES = 1 << 28
 """Far more than caches hold."""
+GPU_READ_BYTES = 1 << 31
 
 
 class Bandwidth:
@@ -37,9 +39,31 @@ class Bandwidth:
         return self._data.nbytes / min(seconds)
 
 
-def describe(threads: int, bandwidth: float) -> dict[str, Any]:
+class GpuBandwidth:
+    """Measures how many bytes a second a GPU reads from its memory."""
+
+    def __init__(self, nbytes: int = GPU_READ_BYTES) -> None:
+        self._data = torch.ones(nbytes // 4, dtype=torch.float32, device="cuda")
+
+    def measure(self) -> float:
+        """The best of five sums."""
+        seconds = []
+        self._data.sum()
+        for _ in range(5):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self._data.sum()
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        return self._data.nbytes / min(seconds)
+
+
+def describe(threads: int, bandwidth: float, *, gpu: bool = False) -> dict[str, Any]:
     """What a reader must know to compare figures."""
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda} if gpu else {}
     return {
+        **({"gpu": torch.cuda.get_device_name()} if gpu else {}),
         "processor": _processor(),
         "cores": usable_cores(),
         "instruction_set": cpu.isa(),
@@ -50,6 +74,7 @@ def describe(threads: int, bandwidth: float) -> dict[str, Any]:
             "otaro": otaro.__version__,
             "python": platform.python_version(),
             "numpy": numpy.__version__,
+            **versions,
             "llama-cpp-python": _version("llama-cpp-python"),
         },
     }

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from otaro.bench.llama_cpp import LlamaCpp, import_llama_cpp
-from otaro.bench.machine import Bandwidth, describe
+from otaro.bench.machine import Bandwidth, GpuBandwidth, describe
 from otaro.bench.speculation import SpeculationRow, measure_speculation
+from otaro.engine.cuda.launches import CUDA, choose
 from otaro.engine.engine import FLOAT16, Engine
+from otaro.engine.sampling import Sampling
 from otaro.engine.shape import MatrixRole
 from otaro.errors import OtaroError
 from otaro.export import export_gguf
@@ -88,6 +90,7 @@ def measure(
     rounds: int,
     threads: int | None,
     kv_cache: Precision | str = FLOAT16,
+    device: str = "cpu",
     against_llama_cpp: bool = False,
     speculation: bool = True,
     progress: Progress | None = None,
@@ -96,7 +99,8 @@ def measure(
     if against_llama_cpp:
         import_llama_cpp()
     context = prompt_tokens + new_tokens
-    engine = Engine(folder, max(precisions), threads=threads, context=context, kv_cache=kv_cache)
+    where = choose(device)
+    engine = Engine(folder, max(precisions), threads=threads, context=context, kv_cache=kv_cache, device=where)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(engine.weights.model.shape.vocabulary, (prompt_tokens,), generator=generator).tolist()
     runs: dict[tuple[Precision, str], Run] = {}
@@ -109,7 +113,7 @@ def measure(
                 peers.append(LlamaCpp(twin, context=engine.context, threads=engine.threads))
                 runs[precision, "llama.cpp"] = peers[-1].run
         speeds: dict[tuple[Precision, str], list[Speed]] = {key: [] for key in runs}
-        memory, bandwidths = Bandwidth(engine.threads), []
+        memory, bandwidths = (GpuBandwidth() if where == CUDA else Bandwidth(engine.threads)), list[float]()
         for number in range(rounds):
             bandwidths.append(memory.measure())
             for place, (key, run) in enumerate(runs.items()):
@@ -123,7 +127,7 @@ def measure(
     for precision in precisions:
         speed = _medians(speeds[precision, "otaro"])
         start = time.perf_counter()
-        loaded = Engine(folder, precision, threads=threads, context=context, kv_cache=kv_cache)
+        loaded = Engine(folder, precision, threads=threads, context=context, kv_cache=kv_cache, device=where)
         load_seconds = time.perf_counter() - start
         size = loaded.memory["weights"]
         packed = sum(matrix.rows * matrix.columns for matrix in set(loaded.weights.model.matrices.values()))
@@ -147,15 +151,16 @@ def measure(
         )
     speculated: list[SpeculationRow] = []
     if speculation and engine.precision > NARROWEST and (folder / "tokenizer.json").exists():
-        engine = Engine(folder, engine.precision, threads=threads, kv_cache=kv_cache)
+        engine = Engine(folder, engine.precision, threads=threads, kv_cache=kv_cache, device=where)
         tokenizer = load_tokenizer(folder)
         speculated = measure_speculation(engine, tokenizer, new_tokens=new_tokens, rounds=rounds, progress=progress)
-    return Figures(describe(engine.threads, bandwidth), rows, speculated)
+    return Figures(describe(engine.threads, bandwidth, gpu=where == CUDA), rows, speculated)
 
 
 def _native(engine: Engine, precision: Precision) -> Run:
-    widths = engine.weights.widths(precision)
-    return lambda tokens, position: int(engine.run(tokens, position, widths)[0].argmax())
+    """The likeliest token each time, picked where the engine picks it."""
+    widths, greedy = engine.weights.widths(precision), Sampling()
+    return lambda tokens, position: engine.pick(tokens, position, widths, greedy)
 
 
 def _one_run(run: Run, prompt: list[int], new_tokens: int) -> Speed:

@@ -24,11 +24,13 @@ T = TypeVar("T")
 MOST_HEAD_DIMENSION, MOST_ROWS = 1024, 2**31 - 1
 LAYER_NUMBER = re.compile("0|[1-9][0-9]{0,3}")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+EXPERT_TYPES = ("mixtral", "qwen3_moe")
+"""Mixtures of experts, which run on GPUs alone."""
 LARGEST = 1e30
 """Far beyond any setting, and still a float32."""
 ROPE_TYPES = ("default", "linear", "llama3")
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+EMBEDDING, HEAD, ROUTER = "model.embed_tokens", "lm_head", "mlp.gate.weight"
 MATRICES = {
     "self_attn.q_proj": MatrixRole.QUERY,
     "self_attn.k_proj": MatrixRole.KEY,
@@ -37,6 +39,8 @@ MATRICES = {
     "mlp.gate_proj": MatrixRole.GATE,
     "mlp.up_proj": MatrixRole.UP,
     "mlp.down_proj": MatrixRole.DOWN,
+    "mlp.experts.gate_up_proj": MatrixRole.EXPERT_GATE_UP,
+    "mlp.experts.down_proj": MatrixRole.EXPERT_DOWN,
 }
 VECTORS = {
     "input_layernorm.weight": VectorRole.ATTENTION_NORM,
@@ -50,8 +54,10 @@ VECTORS = {
     "mlp.gate_proj.bias": VectorRole.GATE_BIAS,
     "mlp.up_proj.bias": VectorRole.UP_BIAS,
     "mlp.down_proj.bias": VectorRole.DOWN_BIAS,
+    "mlp.gate.weight": VectorRole.ROUTER,
 }
 
+EXPERT_ROLES = (MatrixRole.EXPERT_GATE_UP, MatrixRole.EXPERT_DOWN, VectorRole.ROUTER)
 
 STATED: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), (int,)),
@@ -67,7 +73,7 @@ class UnsupportedError(Sentence):
 
 
 def open_native(
-    folder: Path, backend: str, other: str, make: Callable[[], T], remark: Callable[[str], None]
+    folder: Path, backend: str, other: str, make: Callable[[], T], remark: Callable[[str], None], device: str = "cpu"
 ) -> T | None:
     """What `make` makes with the native engine, or None if `backend` is the other one, or the engine cannot.
 
@@ -75,7 +81,7 @@ def open_native(
     """
     if backend == other:
         return None
-    reason = cpu.available()
+    reason = cpu.available() if device == "cpu" else None
     if reason is None:
         try:
             return make()
@@ -143,19 +149,23 @@ def stated_config(content: dict[str, Any]) -> StatedConfig | None:
     return StatedConfig(**{**content, "layer_types": None, "sliding_window": None})
 
 
-def read_shape(folder: PackedFolder, config: Any) -> Shape:
-    """What the engine must know of a packed model, from its transformers config, or why it cannot run it."""
+def read_shape(folder: PackedFolder, config: Any, types: tuple[str, ...] = MODEL_TYPES) -> Shape:
+    """What the engine must know of a packed model, from its transformers config, or why it cannot run it.
+
+    `types` are the kinds of models that it runs.
+    """
     if folder.format.scheme != "nested":
         raise UnsupportedError(
             f"its weights are packed by the scheme {folder.format.scheme}, and only nested runs natively"
         )
-    if config.model_type not in MODEL_TYPES:
+    if config.model_type not in types:
         raise UnsupportedError(f"models of type {config.model_type} do not run natively yet")
     if config.hidden_act != "silu":
         raise UnsupportedError(f"the activation {config.hidden_act} does not run natively")
     for entry in folder.entries:
         place = vector_place(entry.name) if entry.floor is None else matrix_place(entry.name)
-        if place is None:
+        routed = place is not None and any(place[1] is role for role in EXPERT_ROLES)  # numbers of both kinds overlap
+        if place is None or (routed and config.model_type not in EXPERT_TYPES):
             raise UnsupportedError(f"it has a tensor {entry.name} that the native engine does not know")
     try:
         shape = _shape(config)
@@ -187,7 +197,20 @@ def _shape(config: Any) -> Shape:
         rope_frequency=frequency,
         rope_factor=factor,
         window=_windows(config),
+        **_experts(config),
     )
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    if config.model_type not in EXPERT_TYPES:
+        return {}
+    count = _count(config, "num_local_experts")
+    return {
+        "experts": count,
+        "experts_per_token": _count(config, "num_experts_per_tok", count),
+        "expert_intermediate": _count(config, "moe_intermediate_size", default=_count(config, "intermediate_size")),
+        "experts_normalized": bool(getattr(config, "norm_topk_prob", True)),
+    }
 
 
 def _count(config: Any, name: str, most: int = MOST_ROWS, default: int | None = None) -> int:
@@ -212,12 +235,19 @@ def _check_tensors(folder: PackedFolder, shape: Shape) -> None:
         MatrixRole.GATE: (shape.intermediate, shape.hidden),
         MatrixRole.UP: (shape.intermediate, shape.hidden),
         MatrixRole.DOWN: (shape.hidden, shape.intermediate),
+        MatrixRole.EXPERT_GATE_UP: (shape.experts, 2 * shape.expert_intermediate, shape.hidden),
+        MatrixRole.EXPERT_DOWN: (shape.experts, shape.hidden, shape.expert_intermediate),
     }
     entries = {entry.name: entry for entry in folder.entries}
     needed = {"model.norm.weight", EMBEDDING}
     for layer in range(shape.layers):
         norms = [name for name, role in VECTORS.items() if role <= VectorRole.FEED_FORWARD_NORM]
-        needed |= {f"model.layers.{layer}.{name}" for name in [*MATRICES, *norms]}
+        prefix = f"model.layers.{layer}."
+        routed = shape.experts > 0 and f"{prefix}{ROUTER}" in entries
+        matrices = [
+            name for name in MATRICES if not name.startswith("mlp.") or name.startswith("mlp.experts.") == routed
+        ]
+        needed |= {prefix + name for name in [*matrices, *norms, *([ROUTER] if routed else ())]}
     missing = min(needed - set(entries), default=None)
     if missing is not None:
         raise FormatError(f"{folder.path}/config.json speaks of a tensor {missing} that is not there: fetch it again")
@@ -227,7 +257,8 @@ def _check_tensors(folder: PackedFolder, shape: Shape) -> None:
         if place is not None and isinstance(place[1], MatrixRole):
             fits = fits and entry.shape == shapes[place[1]]
         elif place is not None:
-            fits = fits and entry.shape == (_length(place[1], shape),)
+            router = place[1] == VectorRole.ROUTER
+            fits = fits and entry.shape == ((shape.experts, shape.hidden) if router else (_length(place[1], shape),))
         if not fits:
             raise FormatError(f"{folder.path}/config.json does not fit the tensor {entry.name}: fetch it again")
     if shape.heads % shape.kv_heads or shape.head_dimension % 2 or shape.head_dimension > MOST_HEAD_DIMENSION:

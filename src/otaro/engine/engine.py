@@ -28,7 +28,7 @@ from otaro.engine.live import FairLock, LiveWeights
 from otaro.engine.native import Logits, check
 from otaro.engine.numbers import MOST_CONTEXT, MOST_THREADS, shown, token_ids, whole
 from otaro.engine.sampling import CSampling, Sampling, c_sampling
-from otaro.engine.session import Session, Step, Work
+from otaro.engine.session import AnySession, AnyWork, Session, Step, Work
 from otaro.engine.speculation import (
     MARGIN,
     MOST_DRAFTS,
@@ -39,7 +39,7 @@ from otaro.engine.speculation import (
     Rests,
 )
 from otaro.engine.text import generate as generate_text
-from otaro.engine.weights import Weights
+from otaro.engine.weights import AnyWeights, Weights
 from otaro.errors import FormatError, OtaroError, PrecisionError
 from otaro.precision import NARROWEST, Precision, join
 from otaro.progress import Progress
@@ -47,9 +47,8 @@ from otaro.text import NO_TOKENS, GenerationResult, check_room, prompt_tokens
 from otaro.tokenizer import load_tokenizer, render_chat
 
 DEFAULT_CONTEXT = 8192
+CPU = "cpu"
 FLOAT16 = "float16"
-PREFILL_TOKENS = 256
-"""Prompt tokens run between two looks at whether to stop."""
 MOST_WIDTHS = 256
 """Choices of widths that are remembered."""
 
@@ -94,6 +93,9 @@ class Engine:
     a `Scheduler` may run others: its calls and those of this text then take turns.
 
     Keys and values are kept as float16, or with `kv_cache` a precision, as SEFP codes of that width.
+
+    `device` is "cpu", the native engine, "cuda", an NVIDIA GPU (`otaro.engine.cuda`), or "auto", a GPU where there is
+    one; `threads` count on a CPU.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Engine:
         threads: int | None = None,
         kv_cache: Precision | str = FLOAT16,
         progressive: bool = False,
+        device: str = CPU,
         progress: Progress | None = None,
     ) -> None:
         self.threads = usable_cores() if threads is None else whole("threads", threads, 1, MOST_THREADS)
@@ -112,7 +115,13 @@ class Engine:
         """The width of keys and values; None is float16."""
         chosen = None if precision is None else Precision(precision)
         first = NARROWEST if progressive else chosen
-        self.weights = Weights(Path(folder), first, threads=self.threads, progress=progress)
+        self.device = device
+        """Where it runs: "cpu" or "cuda"."""
+        if device != CPU:
+            from otaro.engine.cuda.launches import choose
+
+            self.device = choose(device)
+        self.weights, self._work, self._new_session = self._open(Path(folder), first, progress)
         limit = self.weights.config.max_position_embeddings
         if type(limit) is not int or limit < 1:
             raise FormatError(f"{folder}/config.json allows {limit} positions: fetch it again")
@@ -120,9 +129,8 @@ class Engine:
             raise OtaroError(f"a context of {context} tokens is not possible: the model's own is {limit}")
         self.context = int(context or min(limit, DEFAULT_CONTEXT))
         self._live = LiveWeights(self.weights)
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._sessions: weakref.WeakSet[AnySession] = weakref.WeakSet()
         self._session = self.new_session(self.context)
-        self._work = Work(self.weights.model)  # used by whoever holds `running`
         self._chosen: dict[tuple[Precision, Overrides], bytes] = {}
         self._held: list[int] = []
         self._text = threading.Lock()  # held while a text is run, between its tokens too
@@ -135,6 +143,17 @@ class Engine:
         """How speculation went in the text at hand."""
         if progressive:
             self._live.load_in_background(chosen or self.weights.folder.precisions[0])
+
+    def _open(
+        self, folder: Path, precision: Precision | None, progress: Progress | None
+    ) -> tuple[AnyWeights, AnyWork, Callable[[int, Precision | None], AnySession]]:
+        """Weights, the work on them (used by whoever holds `running`), and what makes room for texts."""
+        if self.device != CPU:
+            from otaro.engine.cuda import open_device
+
+            return open_device(folder, precision, self.device, progress)
+        weights = Weights(folder, precision, threads=self.threads, progress=progress)
+        return weights, Work(weights.model), lambda context, cache: Session(weights.model, context, cache=cache)
 
     @property
     def precision(self) -> Precision:
@@ -196,12 +215,23 @@ class Engine:
         """Run steps of several texts at once; hold `running`."""
         self._work.run(steps, threads=self.threads)
 
-    def new_session(self, context: int) -> Session:
+    @property
+    def prompt_pieces(self) -> tuple[int, int]:
+        """Prompt tokens in a step of several texts: where some wait for their next token, and where none does."""
+        return self._work.prompt_tokens, self._work.alone_tokens
+
+    def new_session(self, context: int) -> AnySession:
         """Room for the keys and values of one more text."""
-        session = Session(self.weights.model, context, cache=self.kv_cache)
+        session = self._new_session(context, self.kv_cache)
         with self.running:  # `memory` goes through them
             self._sessions.add(session)
         return session
+
+    def for_scoring(self, context: int) -> tuple[AnyWork, AnySession]:
+        """To measure with: activations of 16 bits in every product, keys and values as they are."""
+        if isinstance(self.weights, Weights):
+            return Work(self.weights.model, fine=True), self._new_session(context, None)
+        return self._work, self._new_session(context, None)
 
     def logits(self, tokens: Sequence[int], precision: Precision | str | None = None) -> Logits:
         """The logits after each token of a text, [tokens, vocabulary]."""
@@ -314,9 +344,10 @@ class Engine:
             shared = min(len(text) - 1, len(self._held), self._session.length)
             done = next((i for i in range(shared) if text[i] != self._held[i]), shared)
         self._held = text  # the list itself: it grows as the text does
-        while len(text) - done > PREFILL_TOKENS:
-            self.run(text[done : done + PREFILL_TOKENS], done, widths, logits=0)
-            done += PREFILL_TOKENS
+        piece = self._work.prefill_tokens
+        while len(text) - done > piece:
+            self.run(text[done : done + piece], done, widths, logits=0)
+            done += piece
         return self._pick(text[done:], done, widths, sampling, rows=1)
 
     def _pick(
@@ -367,6 +398,10 @@ class Engine:
             return self._work.draft(
                 self._session, token, position, chosen, most=most, rows=rows, margin=MARGIN, threads=self.threads
             )
+
+    def pick(self, tokens: Sequence[int], position: int, widths: Widths, sampling: Sampling) -> int:
+        """Run tokens at a position; the token that follows. For measuring, as `run` is."""
+        return self._pick(tokens, position, widths, c_sampling(sampling), rows=1)[0]
 
     def run(self, tokens: Sequence[int], position: int, widths: Widths, logits: int = 1) -> Logits:
         """Run tokens at a position; the last rows of logits. For measuring: `tokens` is what continues a text."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from otaro.engine.weights import Weights
+from otaro.engine.weights import AnyWeights
 from otaro.precision import NARROWEST, Precision
 
 
@@ -49,7 +49,7 @@ class FairLock:
 class LiveWeights:
     """Weights whose planes come and go. `close` them, or their background thread goes on."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: AnyWeights) -> None:
         self.weights = weights
         self.running = FairLock()
         self._changing = threading.Lock()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,7 +28,7 @@ from otaro.sefp import Format
 Logits = NDArray[numpy.float32]
 
 _INT, _LONG, _DATA = cpu.INT, cpu.LONG, ctypes.c_void_p
-_NOT_FINITE, _PLANES, _NO_MEMORY, CANCELLED = 3, 6, 7, 9
+NOT_FINITE_CODE, _PLANES, NO_MEMORY_CODE, CANCELLED = 3, 6, 7, 9
 NOT_FINITE = "the model's logits are not finite: the packed weights are broken, see otaro verify"
 NOT_LOADED = "that precision is not loaded: raise the model to it first"
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -149,17 +149,21 @@ class Model:
             *(shape.norm_epsilon, shape.rope_factor),
             *(frequency.ctypes.data, frequency.nbytes, window.ctypes.data, window.nbytes),
         )
-        self.matrices: dict[tuple[int, MatrixRole], Matrix] = {}
+        self._matrices: dict[tuple[int, MatrixRole], Matrix] = {}
         self.handle = create(self, "otaro_model", ctypes.byref(config))
 
+    @property
+    def matrices(self) -> Mapping[tuple[int, MatrixRole], Matrix]:
+        return self._matrices
+
     def set_matrix(self, layer: int, role: MatrixRole, matrix: Matrix) -> None:
-        other = next((held.group_size for held in self.matrices.values()), matrix.group_size)
+        other = next((held.group_size for held in self._matrices.values()), matrix.group_size)
         if matrix.group_size != other:
             raise OtaroError(
                 f"groups of {matrix.group_size} and of {other} weights cannot run in one model: pack all of it alike"
             )
         check(library().otaro_model_set_matrix(self.handle, layer, role, matrix.handle))
-        self.matrices[layer, role] = matrix
+        self._matrices[layer, role] = matrix
 
     def set_vector(self, layer: int, role: VectorRole, values: Tensor) -> None:
         data = values.to(torch.float32).contiguous()
@@ -225,10 +229,10 @@ def create(owner: object, kind: str, *arguments: Any) -> ctypes.c_void_p:
 
 def check(error: int, planes: str = "a plane is missing") -> None:
     """The error that a call's code stands for, if it is one."""
-    if error == _NOT_FINITE:
+    if error == NOT_FINITE_CODE:
         raise OtaroError(NOT_FINITE)
     if error == _PLANES:
         raise PrecisionError(planes)
-    if error == _NO_MEMORY:
+    if error == NO_MEMORY_CODE:
         raise OtaroError("there is not enough memory: choose a smaller context or a lower precision")
     cpu.check(error)

@@ -25,12 +25,10 @@ from otaro.engine.engine import Engine, Overrides
 from otaro.engine.native import check
 from otaro.engine.numbers import MOST_CONTEXT, token_ids, whole
 from otaro.engine.sampling import Sampling, c_sampling
-from otaro.engine.session import MOST_TOP, Session, Step, Tokens, check_vocabulary
+from otaro.engine.session import MOST_TOP, AnySession, Step, Tokens, check_vocabulary
 from otaro.errors import OtaroError
 from otaro.precision import Precision
 
-ALONE_TOKENS = 128
-"""Prompt tokens of a step in which no text waits for its next token; as many as a native call runs at a time."""
 WORTH_WAITING = 16
 """Tokens at the beginning of a prompt that another text is about to read."""
 MOST_SEQUENCES = 1024
@@ -127,7 +125,7 @@ class _Text:
         self.overrides: Overrides = ()
         self.prefill = None if request.prefill is None else Precision(request.prefill)
         self.end = frozenset(token_ids(request.end))
-        self.session: Session | None = None
+        self.session: AnySession | None = None
         self.widths: list[tuple[int, bytes]] = []  # up to which position which were used
 
     @property
@@ -166,15 +164,20 @@ class _Text:
 class Scheduler:
     """Runs texts on an engine, `most_sequences` at once; further ones wait in the order they came.
 
-    Prompts are read in pieces of `prompt_tokens`. The keys and values of the `kept` texts that ended last are held for
-    prompts that begin alike, and go where memory is short. Switching, dropping and raising the engine's precision,
-    loading in the background and the engine's own `tokens` work meanwhile: all take turns, a native call at a time.
+    Prompts are read in pieces of `prompt_tokens`, by default as the device likes them. The keys and values of the
+    `kept` texts that ended last are held for prompts that begin alike, and go where memory is short. Switching,
+    dropping and raising the precision, loading in the background and the engine's own `tokens` work meanwhile: all take
+    turns, a call at a time.
     """
 
-    def __init__(self, engine: Engine, *, most_sequences: int = 16, prompt_tokens: int = 64, kept: int = 4) -> None:
+    def __init__(
+        self, engine: Engine, *, most_sequences: int = 16, prompt_tokens: int | None = None, kept: int = 4
+    ) -> None:
         self.engine = engine
         self._most = whole("most_sequences", most_sequences, 1, MOST_SEQUENCES)
-        self._prompt_tokens = whole("prompt_tokens", prompt_tokens, 1, MOST_CONTEXT)
+        usual, alone = engine.prompt_pieces
+        self._prompt_tokens = whole("prompt_tokens", prompt_tokens or usual, 1, MOST_CONTEXT)
+        self._alone_tokens = max(self._prompt_tokens, alone)
         self._most_kept = whole("kept", kept, 0, MOST_SEQUENCES)
         self._lock = threading.Lock()  # of what follows, up to the next remark
         self._waiting: deque[_Text] = deque()
@@ -202,7 +205,7 @@ class Scheduler:
         prompt = token_ids(request.prompt)
         limit = len(prompt) + whole("max_new_tokens", request.max_new_tokens, 1, MOST_CONTEXT)
         self.engine.check_prompt(prompt, limit - len(prompt))
-        check_vocabulary(prompt, self.engine.weights.model)
+        check_vocabulary(prompt, self.engine.weights.model.shape.vocabulary)
         if request.logprobs is not None:
             whole("logprobs", request.logprobs, 0, min(MOST_TOP, self.engine.weights.model.shape.vocabulary))
         running = Running(self.engine, request, on_token)
@@ -259,7 +262,7 @@ class Scheduler:
             if text.running._cancelled.value:
                 self._end(text, "cancelled")
         reading = [text for text in self._running if text.held < text.prompt_length]
-        room = self._prompt_tokens if len(reading) < len(self._running) else max(self._prompt_tokens, ALONE_TOKENS)
+        room = self._prompt_tokens if len(reading) < len(self._running) else self._alone_tokens
         for text in reading:
             self._begin(text)
         steps: list[tuple[_Text, Step, Precision]] = []

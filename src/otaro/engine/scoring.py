@@ -10,7 +10,6 @@ import numpy
 from otaro.engine.engine import Engine
 from otaro.engine.native import Logits
 from otaro.engine.numbers import token_ids
-from otaro.engine.session import Session, Work
 from otaro.precision import Precision
 
 PART = 32
@@ -32,7 +31,7 @@ def scores(
     ids = token_ids(tokens)
     engine.check_prompt(ids, 0)
     engine.check_widths(precision, None)
-    work, session = Work(engine.weights.model, fine=True), Session(engine.weights.model, len(ids))
+    work, session = engine.for_scoring(len(ids))
     found: list[Score] = []
     for first in range(0, len(ids) - 1, PART):
         if ended():

@@ -1,16 +1,18 @@
-"""Texts in native memory, and the work that runs many of them at once.
+"""Texts in memory, and the work that runs many of them at once.
 
 A `Session` holds the keys and values of one text and grows with it. A `Work` holds all else that running takes and
 serves any number of sessions: `Step`s of several texts go through the model together, rows of one width sharing a
-reading of the weights, and each text is the same to the bit as if it ran alone.
+reading of the weights, and each text is the same to the bit as if it ran alone. `AnySession` and `AnyWork` are what the
+engine knows of either: there are others on GPUs.
 """
 
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from otaro.engine.native import CANCELLED, Logits, Model, check, create, library
 from otaro.engine.numbers import MOST_CONTEXT, shown, token_ids, whole
 from otaro.engine.sampling import CSampling
+from otaro.engine.shape import AnyModel
 from otaro.errors import OtaroError
 from otaro.ops import cpu
 from otaro.precision import Precision
@@ -52,23 +55,28 @@ class _Entry(ctypes.Structure):
     )
 
 
-class Session:
-    """Keys and values of one text, kept as float16, or as SEFP codes of the width `cache`."""
+class AnySession(ABC):
+    """Keys and values of one text, wherever they are."""
 
-    def __init__(self, model: Model, context: int, *, cache: Precision | None = None) -> None:
+    def __init__(self, model: AnyModel, context: int) -> None:
         self.context = whole("context", context, 1, MOST_CONTEXT)
         self.length = 0
         """Tokens whose keys and values are held."""
-        self.model = model
+        self.shape = model.shape
         self._longest = 0  # of the texts since memory was last given back
-        self.handle = create(self, "otaro_session", model.handle, context, 0 if cache is None else cache.mantissa)
 
     @property
+    @abstractmethod
     def nbytes(self) -> tuple[int, int]:
         """Bytes that keys and values take now, and that they take once the context is full."""
-        sizes = [ctypes.c_int64() for _ in range(2)]
-        check(library().otaro_session_bytes(self.handle, *map(ctypes.byref, sizes)))
-        return sizes[0].value, sizes[1].value
+
+    @abstractmethod
+    def _release(self, length: int) -> None:
+        """Give back the memory beyond so many tokens."""
+
+    @abstractmethod
+    def _copy(self, other: Any, length: int) -> None:
+        """Take over the first tokens of another session."""
 
     def expect(self, length: int) -> None:
         """Give memory back if the text at hand will be no longer than this, and one before it was twice as long.
@@ -76,12 +84,12 @@ class Session:
         Where texts are of about one size it is kept for the next one.
         """
         if 2 * length <= self._longest:
-            check(library().otaro_session_release(self.handle, length))
+            self._release(length)
             self.length, self._longest = min(self.length, length), length
 
-    def copy(self, other: Session, length: int) -> None:
+    def copy(self, other: AnySession, length: int) -> None:
         """Become the text of the first `length` tokens of another session of the same model and kind of cache."""
-        check(library().otaro_session_copy(self.handle, other.handle, length))
+        self._copy(other, length)
         self.length, self._longest = length, max(self._longest, length)
 
     def ran(self, length: int) -> None:
@@ -94,10 +102,32 @@ class Session:
         whole("the position", position, 0, self.context)
         if position + count > self.context:
             raise OtaroError(f"{position + count} tokens do not fit the context of {self.context}: shorten the text")
-        check_vocabulary(ids, self.model)
+        check_vocabulary(ids, self.shape.vocabulary)
         if position > self.length:
             raise ValueError(f"position {position} leaves a gap: {self.length} tokens are held")
         return ids
+
+
+class Session(AnySession):
+    """Keys and values of one text in native memory, kept as float16, or as SEFP codes of the width `cache`."""
+
+    def __init__(self, model: Model, context: int, *, cache: Precision | None = None) -> None:
+        super().__init__(model, context)
+        self.model = model
+        self.handle = create(self, "otaro_session", model.handle, context, 0 if cache is None else cache.mantissa)
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes that keys and values take now, and that they take once the context is full."""
+        sizes = [ctypes.c_int64() for _ in range(2)]
+        check(library().otaro_session_bytes(self.handle, *map(ctypes.byref, sizes)))
+        return sizes[0].value, sizes[1].value
+
+    def _release(self, length: int) -> None:
+        check(library().otaro_session_release(self.handle, length))
+
+    def _copy(self, other: Session, length: int) -> None:
+        check(library().otaro_session_copy(self.handle, other.handle, length))
 
 
 @dataclass(eq=False)
@@ -109,7 +139,8 @@ class Step:
     it, and what was run behind that is forgotten; without it they are given out.
     """
 
-    session: Session
+    session: Any
+    """Of the kind that the work which runs it has."""
     tokens: Tokens
     position: int
     widths: bytes
@@ -129,11 +160,46 @@ class Step:
     """The code of what was wrong with this text alone; `native.check` makes an error of it."""
 
 
+class AnyWork(Protocol):
+    """Runs texts on whatever device, as `Work` does."""
+
+    prefill_tokens: int
+    """Prompt tokens that the engine runs between two looks at whether to stop."""
+    prompt_tokens: int
+    """Prompt tokens in a step in which texts wait for their next token."""
+    alone_tokens: int
+    """Prompt tokens in a step in which none does."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def run(self, steps: Sequence[Step], *, threads: int) -> None: ...
+
+    def logits(
+        self, session: Any, tokens: Sequence[int], position: int, widths: bytes, *, threads: int, rows: int = 1
+    ) -> Logits: ...
+
+    def draft(
+        self,
+        session: Any,
+        token: int,
+        position: int,
+        widths: bytes,
+        *,
+        most: int,
+        rows: int,
+        margin: float,
+        threads: int,
+    ) -> list[int]: ...
+
+
 class Work:
     """What running a model takes besides keys and values. One call at a time.
 
     With `fine` every product takes its activations in 16 bits, for measuring.
     """
+
+    prefill_tokens, prompt_tokens, alone_tokens = 256, 64, 128
 
     def __init__(self, model: Model, *, fine: bool = False, isa: str | None = None) -> None:
         self._model = model
@@ -239,9 +305,8 @@ class Work:
         return drafts[: count.value]
 
 
-def check_vocabulary(tokens: Sequence[int], model: Model) -> None:
+def check_vocabulary(tokens: Sequence[int], vocabulary: int) -> None:
     """An error if one of the tokens is none of the model's."""
-    vocabulary = model.shape.vocabulary
     outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if outside is not None:
         raise OtaroError(f"token {shown(outside)} is outside the vocabulary of {vocabulary}: use the model's tokenizer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -20,7 +21,7 @@ from otaro.engine.architecture import (
     vector_place,
 )
 from otaro.engine.native import Arena, Matrix, Model, free_heap, matrix_size
-from otaro.engine.shape import MatrixRole
+from otaro.engine.shape import AnyMatrix, AnyModel, MatrixRole
 from otaro.errors import FormatError, PrecisionError
 from otaro.json_file import read_json
 from otaro.model_config import check_counts, load_config
@@ -29,12 +30,15 @@ from otaro.precision import NARROWEST, Precision
 from otaro.progress import Progress
 
 
-class Weights:
-    """The matrices of a packed model in memory, planes of a width added or freed without touching the others."""
+class AnyWeights(ABC):
+    """The matrices of a packed model in memory, planes of a width added or freed without touching the others.
 
-    def __init__(
-        self, folder: Path, precision: Precision | None = None, *, threads: int = 1, progress: Progress | None = None
-    ) -> None:
+    Where that memory is, its kinds say.
+    """
+
+    model: AnyModel
+
+    def __init__(self, folder: Path, precision: Precision | None = None, *, progress: Progress | None = None) -> None:
         self.folder = PackedFolder(folder)
         widest = self.folder.precisions[0] if precision is None and self.folder.precisions else NARROWEST
         self.loaded = precision or widest
@@ -42,11 +46,10 @@ class Weights:
         self.folder.check_headers(self.loaded)
         self.config = read_config(self.folder)
         self.generation = _read_generation(folder)
-        self.model = Model(read_shape(self.folder, self.config))
-        self._threads = threads
-        self._matrices: dict[str, Matrix] = {}
+        self._matrices: dict[str, AnyMatrix] = {}
         self._shapes = {entry.name: entry.shape for entry in self.folder.entries if entry.floor is not None}
         self._floors = {entry.name: entry.floor for entry in self.folder.entries if entry.floor is not None}
+        self._prepare()
         widths = self.folder.widths(self.loaded)
         for number, width in enumerate(widths):
             if progress is not None:
@@ -59,6 +62,26 @@ class Weights:
         free_heap()
         if progress is not None:
             progress("loading", len(widths), len(widths))
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Make the model, still without weights, or refuse the folder's."""
+
+    @abstractmethod
+    def _arena(self, above: Precision | None, width: Precision) -> Any:
+        """Room for the planes that a width has beyond a narrower one, or for all of them."""
+
+    @abstractmethod
+    def _new_matrix(self, name: str, planes: Planes, arena: Any) -> AnyMatrix:
+        """Take a matrix into the model."""
+
+    @abstractmethod
+    def _set_vector(self, key: str, tensor: Tensor) -> None:
+        """Take in a tensor that is not packed."""
+
+    @abstractmethod
+    def _tie(self) -> None:
+        """A model without a head of its own uses its embedding."""
 
     @property
     def nbytes(self) -> int:
@@ -131,22 +154,17 @@ class Weights:
         """Bases, scales and the planes that floors need, and all that is not packed."""
         parts: dict[str, dict[str, Tensor]] = {}
         plain = {entry.name for entry in self.folder.entries if entry.floor is None}
-        arena = Arena(packed_size(self.folder, NARROWEST))
+        arena = self._arena(None, NARROWEST)
         for key, tensor in self.folder.planes(NARROWEST):
             if key in plain:
+                if not bool(tensor.isfinite().all()):
+                    raise FormatError(f"{key} holds numbers that are not finite: the model is broken, fetch it again")
                 self._set_vector(key, tensor)
                 continue
             name, plane = split_key(key)
             parts.setdefault(name, {})[plane] = tensor
             if len(parts[name]) == 2 + self._floor_bits(name):
-                self._set_matrix(name, parts.pop(name), arena)
-
-    def _set_matrix(self, name: str, found: Mapping[str, Tensor], arena: Arena) -> None:
-        matrix = Matrix(Planes.from_named(found), self._shapes[name], self.folder.format, self._threads, arena)
-        self._matrices[name] = matrix
-        place = matrix_place(name)
-        assert place is not None
-        self.model.set_matrix(*place, matrix)
+                self._matrices[name] = self._new_matrix(name, Planes.from_named(parts.pop(name)), arena)
 
     def _floor_bits(self, name: str) -> int:
         floor = self._floors.get(name, NARROWEST)
@@ -159,7 +177,7 @@ class Weights:
         wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
         narrower = Precision.from_mantissa(width.mantissa - 1)
-        arena = Arena(packed_size(self.folder, width) - packed_size(self.folder, narrower))
+        arena = self._arena(narrower, width)
         for key, plane in self.folder.planes(width):
             name, _ = split_key(key)
             with lock:
@@ -174,18 +192,43 @@ class Weights:
                 with lock:
                     matrix.drop_bit(width.mantissa)
 
+    def _check_tied(self) -> None:
+        if not self.config.tie_word_embeddings:
+            raise FormatError(f"{self.folder.path} holds no {HEAD}: fetch it again")
+
+
+class Weights(AnyWeights):
+    """In native memory."""
+
+    model: Model
+
+    def __init__(
+        self, folder: Path, precision: Precision | None = None, *, threads: int = 1, progress: Progress | None = None
+    ) -> None:
+        self._threads = threads
+        super().__init__(folder, precision, progress=progress)
+
+    def _prepare(self) -> None:
+        self.model = Model(read_shape(self.folder, self.config))
+
+    def _arena(self, above: Precision | None, width: Precision) -> Arena:
+        return Arena(packed_size(self.folder, width) - (0 if above is None else packed_size(self.folder, above)))
+
+    def _new_matrix(self, name: str, planes: Planes, arena: Arena) -> Matrix:
+        matrix = Matrix(planes, self._shapes[name], self.folder.format, self._threads, arena)
+        place = matrix_place(name)
+        assert place is not None
+        self.model.set_matrix(*place, matrix)
+        return matrix
+
     def _set_vector(self, key: str, tensor: Tensor) -> None:
         place = vector_place(key)
         assert place is not None
-        if not bool(tensor.isfinite().all()):
-            raise FormatError(f"{key} holds numbers that are not finite: the model is broken, fetch it again")
         self.model.set_vector(*place, tensor)
 
     def _tie(self) -> None:
-        """A model without a head of its own uses its embedding."""
         if (0, MatrixRole.HEAD) not in self.model.matrices:
-            if not self.config.tie_word_embeddings:
-                raise FormatError(f"{self.folder.path} holds no {HEAD}: fetch it again")
+            self._check_tied()
             self.model.set_matrix(0, MatrixRole.HEAD, self.model.matrices[0, MatrixRole.EMBEDDING])
 
 

@@ -89,6 +89,7 @@ Progressive = Annotated[
         "--progressive", help="Answer as soon as E5M3 is loaded; wider planes join as they come, and you see it."
     ),
 ]
+Device = Annotated[str, typer.Option(help="cpu, cuda (an NVIDIA GPU), or auto: a GPU where there is one that can.")]
 Backend = Annotated[str, typer.Option(help="native, transformers, or auto: native where the model allows it.")]
 
 
@@ -118,6 +119,7 @@ def generate(
     context: Context = None,
     kv_cache: KvCache = "float16",
     progressive: Progressive = False,
+    device: Device = "auto",
     backend: Backend = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
@@ -130,18 +132,19 @@ def generate(
     sampling = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     request = _request(max_new_tokens, GENERATE_TOKENS, sampling, prefill, draft, stop)
     if memory is None:
-        runner = _open(folder, _widest(width, request), backend, threads, context, kv_cache, progressive)
+        runner = _open(folder, _widest(width, request), backend, device, threads, context, kv_cache, progressive)
         ids = prompt_tokens(runner.tokenizer, text, raw=raw)
     else:
         from otaro.tokenizer.template import end_worker
 
+        device = _counted(device)
         estimate, tokenizer = _estimate(folder, backend, threads, kv_cache, progressive)
         ids = prompt_tokens(tokenizer, text, raw=raw)
         end_worker()
         whole = len(ids) + request.max_new_tokens
         fewest = len(ids) + 1 if request.at_most else whole
         loaded, context = _fit(estimate, memory, width, request, context, whole, fewest, whole)
-        runner = _open(folder, loaded, backend, threads, context, kv_cache, progressive, tokenizer)
+        runner = _open(folder, loaded, backend, device, threads, context, kv_cache, progressive, tokenizer)
     if width is not None:
         runner.precision = width
     if as_json:
@@ -184,6 +187,7 @@ def chat(
     context: Context = None,
     kv_cache: KvCache = "float16",
     progressive: Progressive = False,
+    device: Device = "auto",
     backend: Backend = "auto",
 ) -> None:
     """Talk with a model in the terminal; switch its precision as you go."""
@@ -196,10 +200,11 @@ def chat(
     if memory is not None:
         from otaro.engine.engine import DEFAULT_CONTEXT
 
+        device = _counted(device)
         estimate, tokenizer = _estimate(folder, backend, threads, kv_cache, progressive)
         loaded, context = _fit(estimate, memory, width, request, context, CHAT_CONTEXT, CHAT_TOKENS, DEFAULT_CONTEXT)
         width = width or loaded
-    runner = _open(folder, loaded, backend, threads, context, kv_cache, progressive, tokenizer)
+    runner = _open(folder, loaded, backend, device, threads, context, kv_cache, progressive, tokenizer)
     if width is not None:
         runner.precision = width
     from otaro.generation.chat import Conversation
@@ -232,6 +237,13 @@ def _request(
         reuse,
         at_most=max_new_tokens is None,
     )
+
+
+def _counted(device: str) -> str:
+    """The device whose memory can be limited."""
+    if device not in ("auto", "cpu"):
+        raise OtaroError("--memory counts the memory of the CPU: leave --device out, or choose a --precision that fits")
+    return "cpu"
 
 
 def _estimate(
@@ -290,6 +302,7 @@ def _open(
     folder: Path,
     precision: Precision | None,
     backend: str,
+    device: str,
     threads: int | None,
     context: int | None,
     kv_cache: str,
@@ -307,6 +320,7 @@ def _open(
             context=context,
             kv_cache=kv_cache,
             progressive=progressive,
+            device=device,
             tokenizer=tokenizer,
             progress=progress,
             remark=lambda text: note(f"otaro: {text}"),

@@ -1,6 +1,6 @@
 """One face for both ways of running a packed model: the native engine, and transformers where that cannot.
 
-`open_runner` picks: the native engine for models it knows, on a CPU; otherwise transformers, and it says why.
+`open_runner` picks: the engine for models it knows, on a GPU where there is one; else transformers, and it says why.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from otaro.engine.architecture import open_native
+from otaro.engine.cuda.launches import CUDA, choose, describe
 from otaro.engine.engine import FLOAT16, Engine, parse_cache
 from otaro.engine.text import generate
 from otaro.errors import OtaroError
@@ -21,7 +22,7 @@ from otaro.tokenizer import load_tokenizer
 
 
 class NativeRunner:
-    """The C++ engine."""
+    """The engine, in C++ on a CPU or on a GPU."""
 
     def __init__(self, engine: Engine, tokenizer: Any) -> None:
         self.engine = engine
@@ -86,16 +87,20 @@ def open_runner(
     context: int | None = None,
     kv_cache: Precision | str = FLOAT16,
     progressive: bool = False,
+    device: str = "auto",
     tokenizer: Any = None,
     progress: Progress | None = None,
     remark: Callable[[str], None],
 ) -> Runner:
-    """The model in a folder, ready to run; `remark` is told if it is not the native engine.
+    """The model in a folder, ready to run; `remark` is told if it is not the native engine, or on a GPU.
 
     The tokenizer is the folder's, loaded if it is not given.
     """
     if backend not in ("auto", "native", "transformers"):
         raise OtaroError(f"there is no backend {backend}: choose auto, native or transformers")
+    place = choose(device)
+    if place == CUDA:
+        remark(f"{folder} runs on {describe(place)}; --device cpu uses the CPU")
 
     def native() -> Runner:
         engine = Engine(
@@ -105,11 +110,12 @@ def open_runner(
             context=context,
             kv_cache=kv_cache,
             progressive=progressive,
+            device=place,
             progress=progress,
         )
         return NativeRunner(engine, tokenizer or load_tokenizer(folder))
 
-    runner = open_native(folder, backend, "transformers", native, remark)
+    runner = open_native(folder, backend, "transformers", native, remark, place)
     if runner is not None:
         return runner
     for option, given in (("--kv-cache", parse_cache(kv_cache) is not None), ("--progressive", progressive)):
@@ -118,5 +124,5 @@ def open_runner(
     from otaro.generation.transformers import TransformersRunner
     from otaro.hf import load
 
-    model = load(folder, precision, progress=progress)
+    model = load(folder, precision, device=CUDA if place == CUDA else None, progress=progress)
     return TransformersRunner(model, tokenizer or load_tokenizer(folder), context)

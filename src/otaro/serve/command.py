@@ -11,7 +11,7 @@ import typer
 
 from otaro.console import note, parse_size, progress_bar, size_text
 from otaro.errors import OtaroError
-from otaro.generation.command import Context, Folder, KvCache, Threads
+from otaro.generation.command import Context, Device, Folder, KvCache, Threads
 from otaro.precision import NARROWEST, Precision
 from otaro.serve.listening import LOCAL_NAMES, address_of, bind, is_local
 
@@ -66,6 +66,7 @@ def serve(
     threads: Threads = None,
     context: Context = None,
     kv_cache: KvCache = "float16",
+    device: Device = "auto",
 ) -> None:
     """Serve a model to any OpenAI client, and on a page: many answers at once, each at its own precision."""
     missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
@@ -85,6 +86,7 @@ def serve(
         raise OtaroError("--name must be a short name without @")
 
     with bind(host, port) as listening:
+        from otaro.engine.cuda.launches import describe
         from otaro.serve.app import make_app
         from otaro.serve.opening import open_service
         from otaro.serve.server import log_to_stderr, run
@@ -100,6 +102,7 @@ def serve(
                 threads=threads,
                 context=context,
                 kv_cache=kv_cache,
+                device=device,
                 limits=Limits(parallel, queue, max_tokens, time_limit, largest, grace),
                 progress=progress,
             )
@@ -109,7 +112,8 @@ def serve(
         app = make_app(service, keys=keys, origins=origins, hosts=[*LOCAL_NAMES, host] if local and not keys else None)
         log_to_stderr()
         note(
-            f"{service.control.name} at {address_of(listening)}, {service.control.resident} is in memory "
+            f"{service.control.name} at {address_of(listening)} on {describe(service.engine.device)}, "
+            f"{service.control.resident} is in memory "
             f"({size_text(service.engine.memory['weights'])}); Ctrl-C stops"
         )
         run(app, service, listening)

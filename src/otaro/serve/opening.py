@@ -7,6 +7,7 @@ from typing import Literal
 
 from otaro.checkpoint.folder import PackedFolder
 from otaro.engine.architecture import UnsupportedError
+from otaro.engine.cuda.launches import choose
 from otaro.engine.engine import FLOAT16, Engine
 from otaro.engine.scheduler import Scheduler
 from otaro.errors import OtaroError
@@ -28,6 +29,7 @@ def open_service(
     threads: int | None = None,
     context: int | None = None,
     kv_cache: Precision | str = FLOAT16,
+    device: str = "cpu",
     limits: Limits = Limits(),
     progress: Progress | None = None,
 ) -> Service:
@@ -38,7 +40,8 @@ def open_service(
             packed.check_available(width)
     # All that shall be in memory is looked at now, even though most of it is read later.
     packed.check_headers(resident or (packed.precisions or [NARROWEST])[0])
-    reason = cpu.available()
+    place = choose(device)
+    reason = cpu.available() if place == "cpu" else None
     if reason is not None:
         raise OtaroError(f"{folder} cannot be served: {reason}")
     try:
@@ -49,6 +52,7 @@ def open_service(
             context=context,
             kv_cache=kv_cache,
             progressive=True,
+            device=place,
             progress=progress,
         )
     except UnsupportedError as error:

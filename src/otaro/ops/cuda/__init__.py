@@ -24,7 +24,17 @@ from otaro.ops.cuda.calls import MOST_BATCH, Device, Plan
 from otaro.ops.cuda.layout import ROWS, Fragments, from_planes, supports, to_planes
 from otaro.precision import NARROWEST, Precision
 
-__all__ = ["Fragments", "available", "dequantize", "embedding", "from_planes", "linear", "supports", "to_planes"]
+__all__ = [
+    "Fragments",
+    "available",
+    "dequantize",
+    "embedding",
+    "from_planes",
+    "linear",
+    "multiply",
+    "supports",
+    "to_planes",
+]
 
 _DECODE_THREADS, _MOST_BLOCKS = 128, 2**31 - 1
 
@@ -57,6 +67,23 @@ def linear(
         torch.ops.otaro.fragments_linear(*arguments) if torch.compiler.is_compiling() else _linear(*arguments)
     )
     return result
+
+
+def multiply(
+    x: Tensor, fragments: Fragments, precision: Precision, bias: Tensor | None, overlap: bool, gated: int = 0
+) -> Tensor | None:
+    """`linear` for an engine: contiguous rows of x, all of `fragments`' planes, a bias of x's type, nothing checked.
+
+    With `overlap` the launch may begin before its predecessor has ended: it fetches weights, then waits for x. The
+    weights must have been there for longer than that. With `gated`, of every 16 rows of the weight the first 8 are
+    gates and the others what they let through: the result is silu(gate) · up, of so many columns. None where no one
+    launch can do it.
+    """
+    if not _multiplies(x, fragments, precision):
+        return None
+    y = x.new_empty((x.shape[0], gated or fragments.rows))
+    _launch(x, fragments, bias, y, overlap=overlap, gated=gated)
+    return y
 
 
 def dequantize(fragments: Fragments, precision: Precision, dtype: torch.dtype) -> Tensor:
@@ -124,11 +151,24 @@ def _linear(
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     if width is not None and (width.dtype != torch.int32 or width.numel() != 1):
         raise ValueError("a width on the device is one int32")
-    extra = len(bits)
-    kernel, plan = launch_plan(_index(x), rows, base.shape[1], extra, math.prod(x.shape[:-1]), width is not None)
-    call = calls.matvec_call(x, fragments, extra, bias, y, plan, width)
-    kernel.launch(call, plan.split * plan.clusters, plan.threads, plan.shared_bytes(rows), plan.split)
+    _launch(x, fragments, bias, y, width)
     return y
+
+
+def _launch(
+    x: Tensor,
+    fragments: Fragments,
+    bias: Tensor | None,
+    y: Tensor,
+    width: Tensor | None = None,
+    overlap: bool = False,
+    gated: int = 0,
+) -> None:
+    extra, rows, batch = len(fragments.bits), fragments.rows, math.prod(x.shape[:-1])
+    units = fragments.base.shape[1]
+    kernel, plan = launch_plan(_index(x), rows, units, extra, batch, width is not None, gated > 0)
+    call = calls.matvec_call(x, fragments, extra, bias, y, plan, width, gated)
+    kernel.launch(call, plan.split * plan.clusters, plan.threads, plan.shared_bytes(rows), plan.split, overlap)
 
 
 def _rows(
@@ -148,27 +188,43 @@ def _rows(
     values = base.new_empty((count, columns), dtype=dtype)
     if count:
         call = calls.decode_call(fragments, len(bits), ids, values)
-        compiler.kernel("decode", _index(base)).launch(call, min(count, _MOST_BLOCKS), _DECODE_THREADS)
+        blocks = count if ids is not None else -(-base.shape[0] * base.shape[1] // (_DECODE_THREADS // 32))
+        compiler.kernel("decode", _index(base)).launch(call, min(blocks, _MOST_BLOCKS), _DECODE_THREADS)
     return values
 
 
 def launch_plan(
-    index: int, rows: int, units: int, extra: int, batch: int, dynamic: bool = False, **choices: int
+    index: int,
+    rows: int,
+    units: int,
+    extra: int,
+    batch: int,
+    dynamic: bool = False,
+    gated: bool = False,
+    **choices: int,
 ) -> tuple[compiler.Kernel, Plan]:
     """The kernel for a product and how it is divided, found once for each shape."""
     columns = calls.kernel_columns(batch)
-    return _launch_plan(index, rows, units, extra, columns, dynamic, tuple(sorted(choices.items())))
+    return _launch_plan(index, rows, units, extra, columns, dynamic, gated, tuple(sorted(choices.items())))
 
 
 @functools.cache
 def _launch_plan(
-    index: int, rows: int, units: int, extra: int, columns: int, dynamic: bool, choices: tuple[tuple[str, int], ...]
+    index: int,
+    rows: int,
+    units: int,
+    extra: int,
+    columns: int,
+    dynamic: bool,
+    gated: bool,
+    choices: tuple[tuple[str, int], ...],
 ) -> tuple[compiler.Kernel, Plan]:
     kernel = compiler.kernel(
         "matvec",
         index,
         OTARO_EXTRA=-1 if dynamic else extra,
         OTARO_COLUMNS=columns,
+        OTARO_GATED=int(gated),
         OTARO_THREADS=32 * calls.most_warps(columns),
     )
     device, given = device_limits(index), dict(choices)

@@ -62,6 +62,7 @@ class CMatvec(ctypes.Structure):
         ("stage_memory", ctypes.c_int),
         ("share", ctypes.c_int),
         ("rest", ctypes.c_int),
+        ("gated", ctypes.c_int),
     )
 
 
@@ -191,7 +192,14 @@ def c_planes(fragments: Fragments, extra: int) -> CPlanes:
 
 
 def matvec_call(
-    x: Tensor, fragments: Fragments, extra: int, bias: Tensor | None, y: Tensor, chosen: Plan, mantissa: Tensor | None
+    x: Tensor,
+    fragments: Fragments,
+    extra: int,
+    bias: Tensor | None,
+    y: Tensor,
+    chosen: Plan,
+    mantissa: Tensor | None,
+    gated: int = 0,
 ) -> CMatvec:
     return CMatvec(
         c_planes(fragments, extra),
@@ -207,6 +215,7 @@ def matvec_call(
         chosen.tiles,
         chosen.stage_memory,
         *divmod(_tiles(fragments.rows), chosen.clusters),
+        gated,
     )
 
 

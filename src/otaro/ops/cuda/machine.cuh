@@ -70,6 +70,11 @@ DEVICE u32 bfloats_of_floats(float low, float high) {
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE float exponential(float value) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
+    return result;
+}
 // A product that is never fused with a sum.
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 

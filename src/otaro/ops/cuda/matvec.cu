@@ -25,6 +25,7 @@ struct Matvec {
     int batch, bfloat, stored;
     int split, warps, tiles_per_stage, stage_memory; // blocks of a cluster; warps, tiles and bytes of a block
     int share, rest;                                 // tiles of a cluster, and how many clusters have one more
+    int gated;                                       // rows of y where it is silu(gate) · up, else 0
 };
 
 // Two half floats 2^exponent, into whose mantissas fields are put.
@@ -298,9 +299,37 @@ template <int EXTRA, int COLUMNS> struct Block {
         else
             store_result(call, tile, (lane >> 2) + 4 * (j & 2), 8 * (j >> 2) + 2 * (lane & 3) + (j & 1), value);
     }
+
+    // Of a tile whose upper eight rows are gates and whose lower eight are what they let through.
+    DEVICE static void store_gated(const Matvec& call, int tile, int row, int column, float gate, float up) {
+        const int place = 8 * tile + row;
+        if (place >= call.gated || column >= call.batch) return;
+        if (call.bias != nullptr) {
+            u32 first = load_global(call.bias + 16 * tile + row), second = load_global(call.bias + 16 * tile + row + 8);
+            gate += call.bfloat ? float_of_bits(first << 16) : float_of_half(first);
+            up += call.bfloat ? float_of_bits(second << 16) : float_of_half(second);
+        }
+        float value = gate / (1.0f + exponential(-gate)) * up;
+        u32 rounded = call.bfloat ? bfloats_of_floats(value, 0) : halves_of_floats(value, 0);
+        store_global(call.y + (long long)column * call.gated + place, (u16)rounded);
+    }
+
+    // The same of all that a warp's lanes hold; of one column, lanes from 16 on hold it again.
+    template <int HELD>
+    DEVICE static void store_gates(const Matvec& call, int tile, int lane, const float (&sums)[HELD]) {
+        if constexpr (COLUMNS == 1) {
+            float up = shuffle_xor(sums[0], 8);
+            if (lane < 8) store_gated(call, tile, lane, 0, sums[0], up);
+        } else {
+            UNROLL
+            for (int j = 0; j < HELD; j++)
+                if ((j & 2) == 0)
+                    store_gated(call, tile, lane >> 2, 8 * (j >> 2) + 2 * (lane & 3) + (j & 1), sums[j], sums[j | 2]);
+        }
+    }
 };
 
-template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec& call) {
+template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const Matvec& call) {
     constexpr int TILES = COLUMNS > 8 ? 2 : 1, HELD = COLUMNS == 1 ? 1 : 4 * TILES;
     using Block = Block<EXTRA, COLUMNS>;
     const int warp = thread_index() >> 5, lane = thread_index() & 31, tiles_per_stage = call.tiles_per_stage;
@@ -349,13 +378,13 @@ template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec& call) {
         if (lane == 0) Block::fetch(call, step + share.stages, slot, warp);
         // Each tile is summed up by one warp, while the others begin with the next.
         for (int tile = warp; tile < count; tile += call.warps) {
-            if (COLUMNS == 1 && lane >= 16) continue;
+            if (!GATED && COLUMNS == 1 && lane >= 16) continue;
             float sums[HELD];
             UNROLL
             for (int j = 0; j < HELD; j++) sums[j] = 0;
             for (int unit = tile * call.warps; unit < tile * call.warps + share.units; unit++) {
                 if constexpr (COLUMNS == 1) {
-                    sums[0] += load_shared(partial + unit * 16 + lane);
+                    sums[0] += load_shared(partial + unit * 16 + (lane & 15));
                 } else {
                     UNROLL
                     for (int n = 0; n < TILES; n++) {
@@ -364,6 +393,10 @@ template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec& call) {
                             sums[4 * n + 3] += part.w;
                     }
                 }
+            }
+            if constexpr (GATED) {
+                if (call.split == 1) Block::store_gates(call, first + tile, lane, sums);
+                if (call.split == 1 || (COLUMNS == 1 && lane >= 16)) continue;
             }
             UNROLL
             for (int j = 0; j < HELD; j++)
@@ -379,6 +412,22 @@ template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec& call) {
     if (call.split == 1) return;
 
     synchronize_cluster();
+    if constexpr (GATED) {
+        for (int tile = share.rank * call.warps + warp; tile < share.end - share.begin;
+             tile += call.split * call.warps) {
+            float sums[HELD];
+            UNROLL
+            for (int j = 0; j < HELD; j++) {
+                int place = COLUMNS == 1 ? tile * 16 + (lane & 15) : (tile * HELD + j) * 32 + lane;
+                sums[j] = 0;
+                for (int rank = 0; rank < call.split; rank++)
+                    sums[j] += load_cluster(Block::results(call) + place, rank);
+            }
+            Block::store_gates(call, share.begin + tile, lane, sums);
+        }
+        synchronize_cluster();
+        return;
+    }
     for (int tile = share.rank * call.warps + warp; tile < share.end - share.begin; tile += call.split * call.warps)
         if (COLUMNS > 1 || lane < 16) UNROLL
     for (int j = 0; j < HELD; j++) {
@@ -407,7 +456,7 @@ template <int COLUMNS> DEVICE void matvec_any(const Matvec& call) {
 #ifdef OTARO_COLUMNS
 KERNEL __launch_bounds__(OTARO_THREADS, 1) matvec_kernel(PARAMETER Matvec call) {
 #    if OTARO_EXTRA >= 0
-    matvec<OTARO_EXTRA, OTARO_COLUMNS>(call);
+    matvec<OTARO_EXTRA, OTARO_COLUMNS, OTARO_GATED>(call);
 #    else
     matvec_any<OTARO_COLUMNS>(call);
 #    endif

@@ -1,0 +1,180 @@
+"""What lies between two products of a layer: Triton kernels where there is a GPU, the same in plain torch elsewhere.
+
+Plain torch is what tests on a CPU run; the kernels themselves are compared with it in Triton's interpreter
+(`tests/test_engine_cuda_kernels.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otaro.engine.cuda import picking, plain
+from otaro.engine.cuda.launches import overlaps, uses_triton
+from otaro.engine.cuda.matrices import TURN
+from otaro.engine.cuda.model import DeviceModel, Layer
+from otaro.engine.cuda.rows import Rows
+from otaro.sefp import CANDIDATES, ERROR_WIDTH
+
+KEYS = 128
+"""Keys of a stretch: one program's, loaded at once."""
+CODED_KEYS = 32
+"""Keys at a time where that takes many instructions or registers: codes, and very large heads."""
+_SWIGLU_BLOCK, _LARGEST_BLOCK = 1024, 2048
+
+
+def _options(device: torch.device, warps: int) -> dict[str, Any]:
+    overlap = overlaps(device)
+    return {"OVERLAP": overlap, "num_warps": warps, **({"launch_pdl": True} if overlap else {})}
+
+
+def norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """Add to the residual stream in place, and give its RMS norm."""
+    if not uses_triton(x.device):
+        return plain.norm(x, delta, weight, epsilon, dtype)
+    from otaro.engine.cuda.kernels import norm_kernel
+
+    rows, hidden = x.shape
+    out = torch.empty((rows, hidden), dtype=dtype, device=x.device)
+    block = _power_of_two(hidden)
+    norm_kernel[(rows,)](
+        *(x, x if delta is None else delta, weight, out, epsilon),
+        HIDDEN=hidden,
+        BLOCK=block,
+        ADD=delta is not None,
+        **_options(x.device, min(max(block // 512, 1), 16)),
+    )
+    return out
+
+
+def swiglu(x: Tensor, columns: int, up: int) -> Tensor:
+    """silu(gate) · up, of rows that hold the gate first and the other from column `up` on, or both in turns."""
+    if not uses_triton(x.device):
+        return plain.swiglu(x, columns, up)
+    from otaro.engine.cuda.kernels import swiglu_kernel
+
+    out = torch.empty((x.shape[0], columns), dtype=x.dtype, device=x.device)
+    swiglu_kernel[(x.shape[0], -(-columns // _SWIGLU_BLOCK))](
+        *(x, out),
+        COLUMNS=columns,
+        STRIDE=x.shape[1],
+        UP=up,
+        TURN=TURN if up == TURN else 0,
+        BLOCK=_SWIGLU_BLOCK,
+        **_options(x.device, 4),
+    )
+    return out
+
+
+def rotate(model: DeviceModel, layer: Layer, number: int, qkv: Tensor, rows: Rows) -> Tensor:
+    """Queries at their positions; keys and values go into the cache."""
+    if not uses_triton(qkv.device):
+        return plain.rotate(model, layer, number, qkv, rows)
+    from otaro.engine.cuda.kernels import rotate_kernel
+
+    shape, layout = model.shape, rows.layout
+    count, dimension = qkv.shape[0], shape.head_dimension
+    query = torch.empty((count, shape.heads * dimension), dtype=qkv.dtype, device=qkv.device)
+    unused = model.frequency
+    rotate_kernel[(count, shape.heads + 2 * shape.kv_heads)](
+        *(qkv, rows.positions, rows.places, model.frequency),
+        *(unused if norm is None else norm for norm in (layer.query_norm, layer.key_norm)),
+        *(query, count, number, shape.norm_epsilon, shape.rope_factor),
+        STRIDE=qkv.shape[1],
+        KEY=layer.qkv.starts[1],
+        VALUE=layer.qkv.starts[2],
+        HEADS=shape.heads,
+        KV_HEADS=shape.kv_heads,
+        DIM=dimension,
+        BLOCK=_block(dimension),
+        NORMED=layer.query_norm is not None,
+        MANTISSA=layout.mantissa,
+        PADDED=layout.padded,
+        ROW=layout.row,
+        CANDIDATES=CANDIDATES,
+        ERROR_MANTISSA=ERROR_WIDTH.mantissa,
+        **_options(qkv.device, 1),
+    )
+    return query
+
+
+def attend(model: DeviceModel, layer: Layer, number: int, query: Tensor, rows: Rows) -> Tensor:
+    """Each row's queries against its text up to its position."""
+    if not uses_triton(query.device):
+        return plain.attend(model, layer, number, query, rows)
+    from otaro.engine.cuda.kernels import attend_kernel, combine_kernel
+
+    shape, layout, stretches = model.shape, rows.layout, rows.stretches
+    count, dimension, block = query.shape[0], shape.head_dimension, _block(shape.head_dimension)
+    out = torch.empty_like(query)
+    split = (count, shape.heads, stretches) if stretches > 1 else (1, 1, 1)
+    partial = torch.empty((*split, dimension), dtype=torch.float32, device=query.device)
+    extremes = torch.empty((*split, 2), dtype=torch.float32, device=query.device)
+    group = shape.heads // shape.kv_heads
+    attend_kernel[(count, shape.kv_heads, stretches)](
+        *(query, rows.positions, rows.places, out, partial, extremes, count, number, dimension**-0.5),
+        KV_HEADS=shape.kv_heads,
+        GROUP=group,
+        GROUP_BLOCK=max(16, _power_of_two(group)),
+        DIM=dimension,
+        BLOCK=block,
+        KEYS=KEYS,
+        TILE=KEYS if layout.precision is None and block <= 128 else CODED_KEYS,
+        WINDOW=layer.window,
+        STRETCHES=stretches,
+        MANTISSA=layout.mantissa,
+        PADDED=layout.padded,
+        ROW=layout.row,
+        **_options(query.device, 4 if layout.precision is None else 8),
+    )
+    if stretches > 1:
+        combine_kernel[(count, shape.heads)](
+            *(rows.positions, partial, extremes, out),
+            HEADS=shape.heads,
+            DIM=dimension,
+            BLOCK=block,
+            KEYS=KEYS,
+            WINDOW=layer.window,
+            STRETCHES=stretches,
+            **_options(query.device, 2),
+        )
+    return out
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, `picking.NONE` where logits are not finite."""
+    if not uses_triton(logits.device):
+        return picking.greedy(logits)
+    from otaro.engine.cuda.kernels import largest_kernel, likeliest_kernel
+
+    rows, vocabulary = logits.shape
+    parts = -(-vocabulary // _LARGEST_BLOCK)
+    largest = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+    places = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+    token = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    largest_kernel[(rows, parts)](
+        *(logits, largest, places),
+        VOCABULARY=vocabulary,
+        PARTS=parts,
+        BLOCK=_LARGEST_BLOCK,
+        **_options(logits.device, 4),
+    )
+    likeliest_kernel[(rows,)](
+        *(largest, places, token),
+        NONE=picking.NONE,
+        PARTS=parts,
+        BLOCK=_power_of_two(parts),
+        **_options(logits.device, 1),
+    )
+    return token
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _block(dimension: int) -> int:
+    """Dimensions of a head as tensor cores take them."""
+    return max(16, _power_of_two(dimension))
