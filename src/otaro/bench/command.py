@@ -33,7 +33,7 @@ def bench(
     kv_cache: Annotated[
         str, typer.Option(metavar="FORMAT", help="How keys and values are kept: float16, or codes such as E5M8.")
     ] = "float16",
-    device: Device = "auto",
+    device: Device = "cpu",
     speculation: Annotated[bool, typer.Option(help="Measure drafting by E5M3 as well.")] = True,
     json_out: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write the figures as JSON; '-' is stdout.")

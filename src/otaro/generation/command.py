@@ -89,7 +89,9 @@ Progressive = Annotated[
         "--progressive", help="Answer as soon as E5M3 is loaded; wider planes join as they come, and you see it."
     ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda (an NVIDIA GPU), or auto: a GPU where there is one that can.")]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda (an NVIDIA GPU from Hopper on), or auto: such a GPU where there is one.")
+]
 Backend = Annotated[str, typer.Option(help="native, transformers, or auto: native where the model allows it.")]
 
 
@@ -119,7 +121,7 @@ def generate(
     context: Context = None,
     kv_cache: KvCache = "float16",
     progressive: Progressive = False,
-    device: Device = "auto",
+    device: Device = "cpu",
     backend: Backend = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
@@ -187,7 +189,7 @@ def chat(
     context: Context = None,
     kv_cache: KvCache = "float16",
     progressive: Progressive = False,
-    device: Device = "auto",
+    device: Device = "cpu",
     backend: Backend = "auto",
 ) -> None:
     """Talk with a model in the terminal; switch its precision as you go."""

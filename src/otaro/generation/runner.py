@@ -87,7 +87,7 @@ def open_runner(
     context: int | None = None,
     kv_cache: Precision | str = FLOAT16,
     progressive: bool = False,
-    device: str = "auto",
+    device: str = "cpu",
     tokenizer: Any = None,
     progress: Progress | None = None,
     remark: Callable[[str], None],

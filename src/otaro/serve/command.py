@@ -66,7 +66,7 @@ def serve(
     threads: Threads = None,
     context: Context = None,
     kv_cache: KvCache = "float16",
-    device: Device = "auto",
+    device: Device = "cpu",
 ) -> None:
     """Serve a model to any OpenAI client, and on a page: many answers at once, each at its own precision."""
     missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
