@@ -43,6 +43,19 @@ def alone(engine: otaro.Engine, precision: str = "E5M8", tokens: int = 12, **set
     return engine.chat(SAID, max_new_tokens=tokens, **settings).text
 
 
+def test_metrics_count_tokens_prompts_and_every_answer(packed_llama: Path) -> None:
+    with serving(open_tiny(packed_llama)) as served:
+        body = {"model": "tiny-llama@E5M4", "prompt": "Once", "max_tokens": 3, "n": 2, "temperature": 1}
+        used = served.client.post("/v1/completions", json=body).json()["usage"]
+        text = served.client.get("/metrics").text
+        counts = dict(line.rsplit(maxsplit=1) for line in text.splitlines() if not line.startswith("#"))
+        ended = sum(float(count) for name, count in counts.items() if name.startswith("otaro_answers_total"))
+        assert ended == 2
+        assert float(counts['otaro_generated_tokens_total{width="E5M4"}']) == used["completion_tokens"]
+        assert float(counts["otaro_prompt_tokens_total"]) > 0
+        assert float(counts["otaro_answer_seconds_count"]) == 1
+
+
 # ---- models
 
 

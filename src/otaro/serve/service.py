@@ -397,11 +397,11 @@ class Generation:
         self._clock.cancel()
         self._gone.cancel()
         seconds = time.monotonic() - self._begun
-        reasons = sorted({running.finish_reason or "" for running in self._running})
+        reasons = sorted(running.finish_reason or "" for running in self._running)
         self._service.metrics.finished(self.prompt_tokens, seconds, reasons)
         log.info(
             "%s %s: %d tokens of prompt, %d new, %s, first after %s, %.2f s",
-            *(self.id, self._client, self.prompt_tokens, self.completion_tokens, ", ".join(reasons)),
+            *(self.id, self._client, self.prompt_tokens, self.completion_tokens, ", ".join(dict.fromkeys(reasons))),
             *("-" if self._first is None else f"{self._first:.2f} s", seconds),
         )
 
