@@ -132,7 +132,6 @@ def tune(model: Any, blocks: Dataset[Any], name: str, seed: int, **options: Any)
         "update_seconds": clock.update_seconds,
         "learning_rate": trainer.args.learning_rate,
         "passes": {str(width): count for width, count in trainer.selector.counts.items()},
-        "measured_before": None if trainer.measured is None else trainer.measured.to_json(),
         "unsettled_groups": trainer.unsettled,
     }
 
