@@ -69,9 +69,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        selector = self.trainer.selector
-        selector.updates, selector.epoch = state.global_step, int(state.epoch or 0)
-        self.width = selector.select()
+        self.width = self.trainer.selector.select()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -94,9 +94,8 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
 
     @property
     def tier_widths(self) -> list[Precision]:
-        """Of the widths to tune for those with weights of their own, the narrowest first; never the widest."""
-        wanted = self.tuned_widths
-        return sorted(width for width in parse_precisions(self.tiers) if width in wanted and width < max(wanted))
+        """Of the widths to tune for those with weights of their own, the narrowest first."""
+        return sorted(set(parse_precisions(self.tiers)) & set(self.tuned_widths))
 
     @property
     def format(self) -> Format:
@@ -122,13 +121,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         return find_recipe(self.recipe)
 
     def make_selector(self) -> WidthSelector:
-        return make_selector(
-            self.method,
-            self.tuned_widths,
-            exploration=self.exploration,
-            seed=self.seed,
-            narrow=[Precision(w) for w in os.environ["NARROW"].split(",")] if "NARROW" in os.environ else [],
-        )
+        return make_selector(self.method, self.tuned_widths, exploration=self.exploration, seed=self.seed)
 
 
 RESUMED = (

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from otaro.errors import OtaroError
@@ -38,10 +38,6 @@ class WidthSelector(ABC):
         self.widths = sorted(set(widths), reverse=True)
         self.counts: dict[Precision, int] = dict.fromkeys(self.widths, 0)
         self.losses: dict[Precision, float] = {}
-        self.updates = 0
-        """How many were made."""
-        self.epoch = 0
-        """How often the data was gone through."""
 
     @abstractmethod
     def select(self) -> Precision | None:
@@ -129,30 +125,14 @@ class UniformSelector(WidthSelector):
 
 
 class FixedSelector(WidthSelector):
-    """One width for every batch, or full precision."""
+    """One width for every batch, or full precision; `fitted` are then those that are fitted to it."""
 
-    def __init__(self, width: Precision | None) -> None:
-        super().__init__([] if width is None else [width])
+    def __init__(self, width: Precision | None, fitted: Iterable[Precision] = ()) -> None:
+        super().__init__(fitted if width is None else [width])
         self._width = width
 
     def select(self) -> Precision | None:
         return self._width
-
-
-class RepetitionSelector(WidthSelector):
-    """Full precision for a text that is new; of the batches of the n-th epoch one in n, the others at narrow widths.
-
-    A text that is seen again and again is learned by heart, and rounding is what keeps a model from it: tuned at E5M4
-    or E5M3 it is then better at every width. The narrow widths take turns.
-    """
-
-    def __init__(self, widths: Iterable[Precision], narrow: Sequence[Precision]) -> None:
-        super().__init__(widths)
-        self._narrow = narrow
-
-    def select(self) -> Precision | None:
-        number = self.updates % (self.epoch + 1)
-        return self._narrow[self.updates % len(self._narrow)] if number and self._narrow else None
 
 
 def make_selector(
@@ -161,7 +141,6 @@ def make_selector(
     *,
     exploration: float = 5.0,
     seed: int = 0,
-    narrow: Sequence[Precision] = (),
 ) -> WidthSelector:
     """That of a method: ``otaro`` and ``bps`` search, ``uniform`` draws, ``fixed:E5M3`` stays, ``fp16`` has no width.
 
@@ -176,7 +155,7 @@ def make_selector(
     if name == "uniform" and not width:
         return UniformSelector(widths, seed)
     if name == "tiers" and not width:
-        return RepetitionSelector(widths, narrow)
+        return FixedSelector(None, widths)
     if name == "fp16" and not width:
         return FixedSelector(None)
     if name == "fixed" and width:

@@ -35,15 +35,14 @@ TIER_NAMES = tuple(f"_{width}" for width in Precision)
 """How the names of tiers end."""
 
 
-def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision = WIDEST) -> None:
+def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
     """Give the simulated layers of a model tiers at these widths, equal to their weights at first.
 
     They are parameters beside the weight, ``weight_E5M3``, so that they are trained, saved and restored like it. A
-    weight that several layers share has tiers that they share. `widest` is the widest width that is tuned: its bits the
-    weight itself decides.
+    weight that several layers share has tiers that they share.
     """
-    if any(width >= widest for width in widths):
-        raise OtaroError(f"the tier of {widest} is the weight itself: name narrower widths")
+    if WIDEST in widths:
+        raise OtaroError(f"the tier of {WIDEST} is the weight itself: name narrower widths")
     shared: dict[int, list[tuple[Precision, nn.Module, str]]] = {}
     for module in model.modules():
         if not isinstance(module, FakeSefp):
@@ -55,7 +54,7 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision], widest: Precision =
             if name not in module.transposed:
                 continue
             if id(weight) not in shared:
-                deciding = sorted({max(width, module.floor) for width in widths if module.floor < widest})
+                deciding = sorted({max(width, module.floor) for width in widths if module.floor < WIDEST})
                 shared[id(weight)] = [(width, module, f"{name}_{width}") for width in deciding]
                 for _, _, tier in shared[id(weight)]:
                     module.register_parameter(tier, nn.Parameter(weight.detach().clone()))

@@ -109,7 +109,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self.tiers:
             if any(not parameter.requires_grad for parameter in model.parameters()):
                 raise OtaroError("tiers need every weight to be trained: choose another method for adapters")
-            add_tiers(model, self.tiers, max(self.selector.widths))
+            add_tiers(model, self.tiers)
         # Taken now: sharding changes the classes of modules.
         self.signature = model_signature(model)
         self.weights = Refresher(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
@@ -257,6 +257,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         """After an update, fit the widths to the mean of the weights, if it is time; their losses."""
         done, updates = self.state.global_step, self.state.max_steps
         window = round((self.args.average or self.args.constants.average) * updates)
+        window = max(window, min(updates, self.args.constants.fitting_updates))
         if not self.tiers or updates - done >= window:
             return {}
         assert self.optimizer is not None
