@@ -10,7 +10,6 @@ import torch
 from transformers import TrainerCallback
 from tuning import trainer
 
-from otaro.errors import OtaroError
 from otaro.tune import average
 from otaro.tune.recipe import Recipe
 from otaro.tune.trainer import OtaroTrainer

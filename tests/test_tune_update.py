@@ -175,7 +175,7 @@ def test_compiled_it_is_the_same_run(tmp_path: Path) -> None:
 def test_layers_and_widths_share_what_is_compiled(
     method: str, graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where values are made beforehand: a layer and a loss, with tiers for the teacher and each tier too."""
+    """As on a GPU, where values are made beforehand: a layer and a loss; the teacher and each tier too."""
 
     def fill(self: Refresher, width: Precision, shared: Any) -> None:
         for layer, *_ in shared:

@@ -87,7 +87,9 @@ def move(model: nn.Module, widths: Sequence[Precision], step: float) -> None:
     """Take a step against the gradients of what decides the widths."""
     seen: set[int] = set()
     for module in model.modules():
-        for name, turned in module.transposed.items() if isinstance(module, FakeSefp) else ():
+        if not isinstance(module, FakeSefp):
+            continue
+        for name, turned in module.transposed.items():
             weight: Any = module._parameters[name]
             rows = local_rows(weight, turned)
             scale = None

@@ -71,7 +71,7 @@ class Recipe:
     tiers: str = "E5M4,E5M3"
     fitting_updates: int = 24
     """The last updates that fit tiers, where those that are averaged would be fewer."""
-    fitting_step: float = 0.015
+    fitting_step: float = 0.007
     """The cells that a tier moves by in an update, at most, when fitting begins; from there it falls to nothing."""
 
     # What is learned, and what is kept.
