@@ -277,7 +277,8 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
         place(mean)
         if not taken:
             mean = {}
-        fit_by_hand(model, batch["input_ids"], Recipe().fitting_step * (5 - update) / 4)
+        step = Recipe().fitting_step * (5 * 16 / Recipe().reference_tokens) ** 0.5
+        fit_by_hand(model, batch["input_ids"], step * (5 - update) / 4)
     settle_model(model)
     run.train()
     state = run.model.state_dict()

@@ -71,8 +71,9 @@ class Recipe:
     tiers: str = "E5M4,E5M3"
     fitting_updates: int = 24
     """The last updates that fit tiers, where those that are averaged would be fewer."""
-    fitting_step: float = 0.007
-    """The cells that a tier moves by in an update, at most, when fitting begins; from there it falls to nothing."""
+    fitting_step: float = 0.03
+    """The cells that a tier moves by in an update of the reference's tokens, at most, when fitting begins; from there it
+    falls to nothing."""
 
     # What is learned, and what is kept.
     completion_only: bool = False
@@ -93,8 +94,11 @@ class Recipe:
         if self.learning_rate is not None:
             return self.learning_rate
         size = 1.0 if hidden_size is None else self.reference_hidden_size / hidden_size
-        noise = 1.0 if tokens is None else min(1.0, tokens / self.reference_tokens) ** 0.5
-        return self.reference_rate * size * noise
+        return self.reference_rate * size * self.noise_factor(tokens)
+
+    def noise_factor(self, tokens: float | None) -> float:
+        """How much smaller the steps of an update of so many tokens are."""
+        return 1.0 if tokens is None else min(1.0, tokens / self.reference_tokens) ** 0.5
 
 
 RECIPES = {

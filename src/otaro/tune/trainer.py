@@ -124,8 +124,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self.is_deepspeed_enabled:
             raise OtaroError(DEEPSPEED_REFUSED)
         sizes = lengths(self.train_dataset)
+        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        tokens = sum(sizes) / len(sizes) * sequences if sizes else None
+        self._fitting_step = args.constants.fitting_step * args.constants.noise_factor(tokens)
         if args.learning_rate is None:
-            args.learning_rate = self._learning_rate(model, sizes)
+            args.learning_rate = self._learning_rate(model, tokens)
         if args.optim == OptimizerNames.ADAMW_TORCH and args.device.type == "cuda":
             args.optim = OptimizerNames.ADAMW_TORCH_FUSED  # in few launches, and with nothing to wait for
         compiles = args.device.type == "cuda" if args.compile is None else args.compile
@@ -151,10 +154,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             self.remove_callback(ProgressCallback)
             self.add_callback(ProgressLine(self, self.update_callback, progress))
 
-    def _learning_rate(self, model: nn.Module, sizes: Sequence[int]) -> float:
-        batches = self.args.gradient_accumulation_steps * self.args.world_size
-        mean = sum(sizes) / len(sizes) if sizes else None
-        tokens = None if mean is None else mean * self.args.per_device_train_batch_size * batches
+    def _learning_rate(self, model: nn.Module, tokens: float | None) -> float:
         config = getattr(model, "config", None)
         if config is None:
             raise OtaroError(f"{type(model).__name__} has no config that says how wide it is: give a learning rate")
@@ -267,7 +267,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 self._batches,
                 self.weights,
                 self.tiers,
-                self.args.constants.fitting_step * (updates - done + 1) / window,
+                self._fitting_step * (updates - done + 1) / window,
                 context=self.compute_loss_context_manager,
                 processes=self._processes(),
                 kernel=self.compilation.kernel,
