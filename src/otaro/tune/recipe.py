@@ -72,8 +72,8 @@ class Recipe:
     fitting_updates: int = 24
     """The last updates that fit tiers, where those that are averaged would be fewer."""
     fitting_step: float = 0.03
-    """The cells that a tier moves by in an update of the reference's tokens, at most, when fitting begins; from there it
-    falls to nothing."""
+    """The cells that a tier moves by, at most, in the first update that fits, if it has the reference's tokens; from
+    there it falls to nothing."""
 
     # What is learned, and what is kept.
     completion_only: bool = False

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from otaro import ops, sefp
 from otaro.errors import OtaroError
@@ -61,6 +62,9 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
             if shared[id(weight)]:
                 places[name] = tuple(shared[id(weight)])
         module.__dict__["tier_places"] = places
+    # Tuning gives them no gradients, which DDP would wait for.
+    names = [name for name, _ in model.named_parameters() if name.endswith(TIER_NAMES)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def leave_out_tiers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
