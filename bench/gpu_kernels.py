@@ -4,8 +4,8 @@
 
 Compares the kernel with the torch codec bit for bit first, bfloat16 included, tiers and known scales too. Then for
 all weights of a model's shape: E5M8 as in an update without tiers; with tiers E5M8 (scales are found), E5M4 and E5M3
-(scales are known), and the tiers' gradients shared. Bytes are those that must be read and written at least; the
-limit is what copying 1 GiB reaches in the same run. Medians over interleaved rounds. `--search` tries sizes of blocks.
+(scales are known). Bytes are those that must be read and written at least; the limit is what copying 1 GiB reaches in
+the same run. Medians over interleaved rounds. `--search` tries sizes of blocks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def measure(shape: str, rounds: int) -> dict[str, Any]:
     weights = [weight.detach() for weight in random_model(shape, "cuda").parameters() if weight.dim() == 2]
     results = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
     tiers = [(width, [weight + 0.01 * torch.randn_like(weight) for weight in weights]) for width in (M3, M4)]
-    gradients = [[torch.randn_like(weight) for weight in weights] for _ in range(3)]
     alone = gpu.prepare(weights, results, format.group_size)
     batch = gpu.prepare(weights, results, format.group_size, tiers)
     count = sum(weight.numel() for weight in weights)
@@ -76,7 +75,6 @@ def measure(shape: str, rounds: int) -> dict[str, Any]:
         "E5M8, found": (lambda: gpu.run(batch, M8, format), 14 * count),
         "E5M4, known": (lambda: gpu.run(batch, M4, format, again=True), 10 * count),
         "E5M3, known": (lambda: gpu.run(batch, M3, format, again=True), 6 * count),
-        "share": (lambda: gpu.share(batch, gradients[0], gradients[1:], (0.15, 0.5)), 28 * count),
     }
     times: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(rounds + 1):

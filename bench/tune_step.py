@@ -92,7 +92,7 @@ def random_model(shape: str, device: str) -> Any:
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Seconds of an update after the first ones, which compile and, with tiers, measure."""
+    """Seconds of an update after the first ones, which compile."""
 
     def __init__(self, first: int, on_gpu: bool) -> None:
         self.first = first

@@ -9,7 +9,7 @@ A run has a name, which says its settings: a method and, after plus signs, what 
     tiers+last-weights      without
     fp16+prompts            prompts learned too, not the completions only; tiers+completions the other way round
     bps+exploration-3       and delay-5 (N of LAA), mean (of held gradients), by-E5M4 (see error_width)
-    tiers+offset_step=0.1   with another constant of the recipe
+    tiers+fitting_step=0.1  with another constant of the recipe
     untuned                 the model as it is
 
 Each is written to runs/NAME-seedN.json, and skipped where that file is.
@@ -132,7 +132,6 @@ def tune(model: Any, blocks: Dataset[Any], name: str, seed: int, **options: Any)
         "update_seconds": clock.update_seconds,
         "learning_rate": trainer.args.learning_rate,
         "passes": {str(width): count for width, count in trainer.selector.counts.items()},
-        "measured_before": None if trainer.measured is None else trainer.measured.to_json(),
         "unsettled_groups": trainer.unsettled,
     }
 

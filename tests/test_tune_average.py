@@ -10,7 +10,6 @@ import torch
 from transformers import TrainerCallback
 from tuning import trainer
 
-from otaro.errors import OtaroError
 from otaro.tune import average
 from otaro.tune.recipe import Recipe
 from otaro.tune.trainer import OtaroTrainer
@@ -77,68 +76,29 @@ def test_a_run_gives_the_mean_of_its_last_weights(options: dict[str, Any], tmp_p
             assert not torch.equal(value, taken[-1])
 
 
-@pytest.mark.parametrize(
-    "widths, resting",
-    [
-        ("all", ("_E5M3", "tokens.weight_E5M4", "head.weight_E5M4", "norm.weight")),
-        ("E5M8,E5M4", ("_E5M4", "norm.weight")),
-    ],
-)
-def test_tiers_are_averaged_before_they_are_settled_but_for_what_rests(
-    widths: str, resting: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import otaro.tune.trainer as module
-
-    run = trainer(tmp_path, method="tiers", widths=widths, max_steps=10, average=0.4, **ADAM)
-    weights = Weights(run.model)
-    run.add_callback(weights)
-    given: dict[str, torch.Tensor] = {}
-    settle = module.settle_model
-
-    def watch(model: torch.nn.Module) -> int:
-        given.update({name: value.clone() for name, value in model.state_dict().items()})
-        return settle(model)
-
-    monkeypatch.setattr(module, "settle_model", watch)
-    run.train()
-    assert sum(name.endswith(resting) for name in given) > 10
-    for name, value in given.items():
-        taken = torch.stack([seen[name] for seen in weights.seen[-4:]])
-        if name.endswith(resting):
-            assert torch.equal(value, taken[-1])
-        else:
-            torch.testing.assert_close(value, taken.mean(0), rtol=1e-5, atol=1e-7)
-            assert not torch.equal(value, taken[-1])
-
-
-def rates(run: OtaroTrainer, updates: int) -> dict[bool, list[float]]:
-    """The learning rates over a run, of the weights (False) and of what rests (True)."""
+def rates(run: OtaroTrainer, updates: int) -> list[float]:
+    """The learning rates over a run."""
     optimizer = run.create_optimizer()
     scheduler = run.create_scheduler(updates)
-    found: dict[bool, list[float]] = {False: [], True: []}
+    found = []
     for _ in range(updates + 1):
-        for resting, seen in found.items():
-            of = [group["lr"] for group in optimizer.param_groups if group.get(average.UNAVERAGED, False) == resting]
-            seen.append(max(of))
-            # Of what rests, embeddings, head and norms have a rate that is not raised.
-            assert min(of) == pytest.approx(max(of) / (RECIPE.narrowest_rate if resting else 1.0))
+        (rate,) = {group["lr"] for group in optimizer.param_groups}
+        found.append(rate)
         optimizer.step()
         scheduler.step()
     return found
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup"])
-def test_the_rate_falls_to_its_final_value_but_for_what_rests(schedule: str, tmp_path: Path) -> None:
+def test_the_rate_falls_to_its_final_value(schedule: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {**ADAM, "method": "tiers", "lr_scheduler_type": schedule, "warmup_steps": 3}
     plain, held = (rates(trainer(tmp_path, **options, average=share), 12) for share in (0.0, 0.5))
-    assert held[True] == plain[True]
-    assert held[False][:3] == plain[False][:3]
-    expected = [RECIPE.averaged_rate * 1e-3 + (1 - RECIPE.averaged_rate) * rate for rate in plain[False][3:]]
-    assert held[False][3:] == pytest.approx(expected)
-    assert held[False][3] == pytest.approx(1e-3)
-    assert held[True][3] == pytest.approx(RECIPE.narrowest_rate * 1e-3)
+    assert held[:3] == plain[:3]
+    expected = [RECIPE.averaged_rate * 1e-3 + (1 - RECIPE.averaged_rate) * rate for rate in plain[3:]]
+    assert held[3:] == pytest.approx(expected)
+    assert held[3] == pytest.approx(1e-3)
     if schedule != "constant_with_warmup":
-        assert held[False][-1] == pytest.approx(RECIPE.averaged_rate * 1e-3)
+        assert held[-1] == pytest.approx(RECIPE.averaged_rate * 1e-3)
 
 
 def test_a_run_that_ends_before_the_average_begins_keeps_its_weights(tmp_path: Path) -> None:
@@ -184,10 +144,3 @@ def test_a_mean_of_held_gradients_alone(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     run.train()
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
-
-
-def test_an_optimizer_without_the_tiers_groups_is_refused(tmp_path: Path) -> None:
-    run = trainer(tmp_path, method="tiers", max_steps=5, average=0.4)
-    run.optimizer = torch.optim.AdamW(run.model.parameters())
-    with pytest.raises(OtaroError, match="groups of their own"):
-        run.train()

@@ -11,8 +11,7 @@ import torch
 from otaro.errors import OtaroError, PrecisionError
 from otaro.precision import Precision
 from otaro.tune.delay import DelayedOptimizer
-from otaro.tune.recipe import Recipe
-from otaro.tune.selector import BitWidthPathSearch, UniformSelector, WideSelector, WidthSelector, make_selector
+from otaro.tune.selector import BitWidthPathSearch, UniformSelector, WidthSelector, make_selector
 
 M8, M7, M6, M5, M4, M3 = Precision
 
@@ -65,12 +64,12 @@ def test_the_path_leans_toward_wider_widths_as_time_passes() -> None:
 @pytest.mark.parametrize("method", ["bps", "uniform", "fixed:E5M4", "fp16"])
 def test_a_restored_selector_goes_on_as_the_first_would(method: str) -> None:
     losses = {width: 2 + 0.1 * (8 - width.mantissa) for width in Precision}
-    whole, begun = (make_selector(method, Precision, Recipe(), seed=4) for _ in range(2))
+    whole, begun = (make_selector(method, Precision, seed=4) for _ in range(2))
     expected = walk(whole, losses, 50)
     assert walk(begun, losses, 23) == expected[:23]
     begun.select()
     state = json.loads(json.dumps(begun.state_dict()))
-    restored = make_selector(method, Precision, Recipe(), seed=99)
+    restored = make_selector(method, Precision, seed=99)
     restored.load_state_dict(state)
     assert walk(restored, losses, 27) == expected[23:]
 
@@ -81,61 +80,28 @@ def test_uniform_draws_every_width_about_as_often() -> None:
 
 
 def test_a_state_over_other_widths_is_refused() -> None:
-    selector = make_selector("bps", [M8, M3], Recipe())
+    selector = make_selector("bps", [M8, M3])
     with pytest.raises(OtaroError, match="widths are E5M8, E5M3, not E5M8, E5M4"):
-        make_selector("bps", [M8, M4], Recipe()).load_state_dict(selector.state_dict())
+        make_selector("bps", [M8, M4]).load_state_dict(selector.state_dict())
 
 
 @pytest.mark.parametrize("method", ["", "otaro:E5M3", "fixed", "random", "fp16:E5M3"])
 def test_an_unknown_method_is_refused(method: str) -> None:
     with pytest.raises(OtaroError, match="unknown method"):
-        make_selector(method, Precision, Recipe())
+        make_selector(method, Precision)
 
 
 def test_a_fixed_width_must_exist() -> None:
     with pytest.raises(PrecisionError, match="E5M9"):
-        make_selector("fixed:E5M9", Precision, Recipe())
+        make_selector("fixed:E5M9", Precision)
     with pytest.raises(OtaroError, match="no widths"):
-        make_selector("bps", [], Recipe())
+        make_selector("bps", [])
 
 
-@pytest.mark.parametrize(
-    "widths, tiers, hurt, turns",
-    [
-        (list(Precision), [M3, M4], 0.05, [M8, M8, M5]),
-        (list(Precision), [M3, M4], 0.03, [M8] * 3),
-        (list(Precision), [M4], 0.05, [M8, M8, M5]),  # E5M3 is not wide
-        ([M3, M6, M4], [M3, M4], 0.0, [M6] * 3),
-        ([M3], [], 0.0, [M3] * 3),
-    ],
-)
-def test_tiers_take_turns_with_the_wide_widths(
-    widths: list[Precision], tiers: list[Precision], hurt: float, turns: list[Precision]
-) -> None:
-    """The narrowest of them has turns if it is hurt by rounding."""
-    selector = make_selector("tiers", widths, Recipe(), tiers=tiers)
-    assert isinstance(selector, WideSelector)
-    assert selector.select() == turns[0]
-    losses = {turns[0]: 2.0, **({M5: 2.0 + hurt} if M5 in widths else {})}
-    selector.begin(losses)
-    seen = []
-    for number in range(9):
-        assert selector.select() == selector.select()
-        seen.append(selector.select())
-        selector.count(seen[-1])
-        if tiers:
-            selector.count(tiers[number % len(tiers)])
-        restored = make_selector("tiers", widths, Recipe(), tiers=tiers)
-        assert isinstance(restored, WideSelector)
-        restored.load_state_dict(selector.state_dict())
-        restored.begin(losses)
-        assert restored.select() == selector.select()
-    assert seen == 3 * turns
-
-
-def test_tiers_leave_a_width_without_one() -> None:
-    with pytest.raises(OtaroError, match="has a tier"):
-        make_selector("tiers", [M4, M3], Recipe(), tiers=[M3, M4])
+def test_tiers_are_tuned_in_full_precision() -> None:
+    selector = make_selector("tiers", [M3, M8])
+    assert selector.select() is None
+    assert selector.widths == [M8, M3]
 
 
 def parameters() -> list[torch.nn.Parameter]:

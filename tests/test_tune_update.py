@@ -21,49 +21,32 @@ from otaro.sefp import Format
 from otaro.tune import compilation
 from otaro.tune.callbacks import LOG_NAME, read_log
 from otaro.tune.recipe import RECIPES, Recipe, settings
-from otaro.tune.tiers import add_tiers
 from otaro.tune.trainer import OtaroTrainer
-from otaro.tune.update import Plan, Processes, compute_gradients, narrow_rows
+from otaro.tune.update import Processes, compute_gradients
 
 M8, M7, M6, M5, M4, M3 = Precision
 ADAM: dict[str, Any] = {"optim": "adamw_torch_fused", "learning_rate": 1e-3, "max_grad_norm": 1.0}
 
 
-def simulated(tiers: bool) -> Any:
+def simulated() -> Any:
     model = random_model("llama").train()
     convert.simulate(model, Format())
-    if tiers:
-        add_tiers(model, [M3, M4])
     return model
 
 
-@pytest.mark.parametrize(
-    ("plan", "tiers"),
-    [
-        (Plan(None), False),
-        (Plan(M8, M4, 0.75, (2, 3), {M4: 0.5, M3: 0.25}), True),
-        (Plan(M8, M3, 0.5), False),  # two passes over one set of weights
-    ],
-)
-def test_an_update_needs_no_trainer(plan: Plan, tiers: bool) -> None:
+@pytest.mark.parametrize("width", [None, M3])
+def test_an_update_needs_no_trainer(width: Precision | None) -> None:
     """The gradients of three micro-batches are those of one large batch."""
     ids = Blocks(6).ids
-    models = [simulated(tiers) for _ in range(2)]
-    large, small = models[0], models[1]
+    large, small = simulated(), simulated()
     small.load_state_dict(large.state_dict())
     losses = [
         compute_gradients(
-            model,
-            [{"input_ids": part, "labels": part} for part in ids.split(size)],
-            plan,
-            Refresher(model),
-            batch_size=size,
+            model, [{"input_ids": part, "labels": part} for part in ids.split(size)], width, Refresher(model)
         )
         for model, size in ((large, 6), (small, 2))
     ]
-    assert losses[0].keys() == losses[1].keys() == {plan.wide, plan.narrow or plan.wide}
-    for width, loss in losses[0].items():
-        torch.testing.assert_close(loss, losses[1][width])
+    torch.testing.assert_close(losses[0], losses[1])
     for (name, first), second in zip(large.named_parameters(), small.parameters(), strict=True):
         assert first.grad is not None, name
         assert second.grad is not None, name
@@ -71,25 +54,22 @@ def test_an_update_needs_no_trainer(plan: Plan, tiers: bool) -> None:
 
 
 def test_two_processes_have_the_gradients_of_one() -> None:
-    """Their mean, as launchers take it, and of both passes."""
+    """Their mean, as launchers take it."""
     ids = Blocks(4).ids
     gradients: list[list[torch.Tensor]] = []
-    losses: list[list[dict[Any, torch.Tensor]]] = []
-    first = simulated(tiers=False).state_dict()
+    losses: list[list[torch.Tensor]] = []
+    first = simulated().state_dict()
     for count in (1, 2):
-        model = simulated(tiers=False)
+        model = simulated()
         model.load_state_dict(first)
         losses.append([])
         for index in range(count):
             batch = {"input_ids": ids[index::count], "labels": ids[index::count]}
             processes = Processes(count, index, lambda value: value * count)  # noqa: B023
-            plan, weights = Plan(M8, M3, 0.5), Refresher(model)
-            found = compute_gradients(model, [batch], plan, weights, batch_size=4 // count, processes=processes)
-            losses[-1].append(found)
+            losses[-1].append(compute_gradients(model, [batch], M3, Refresher(model), processes=processes))
         gradients.append([parameter.grad / count for parameter in model.parameters()])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
-    for width, loss in losses[0][0].items():
-        torch.testing.assert_close((losses[1][0][width] + losses[1][1][width]) / 2, loss)
+    torch.testing.assert_close(sum(losses[1]) / 2, losses[0][0])
 
 
 def test_a_width_needs_simulated_layers() -> None:
@@ -97,19 +77,6 @@ def test_a_width_needs_simulated_layers() -> None:
     assert plain.width is None
     with pytest.raises(OtaroError, match="no simulated layers to compute at E5M4"):
         plain.set_width(Precision.E5M4)
-
-
-def test_sequences_are_numbered_over_micro_batches_and_processes() -> None:
-    plan = Plan(M8, M4, thinned=(2, 3))
-    whole = narrow_rows(plan, 0, 12, 12, Processes())
-    assert whole == [0, 1, 3, 4, 6, 7, 9, 10]
-    spread = [
-        (number * 2 + process) * 2 + row
-        for number in range(3)
-        for process in range(2)
-        for row in narrow_rows(plan, number, 2, 2, Processes(2, process))
-    ]
-    assert sorted(spread) == whole
 
 
 class Waits(TorchDispatchMode):
@@ -204,11 +171,11 @@ def test_compiled_it_is_the_same_run(tmp_path: Path) -> None:
         assert torch.equal(first, second), name
 
 
-@pytest.mark.parametrize(("method", "graphs"), [("fp16", 2), ("uniform", 2), ("tiers", 6)])
+@pytest.mark.parametrize(("method", "graphs"), [("fp16", 2), ("uniform", 2), ("tiers", 5)])
 def test_layers_and_widths_share_what_is_compiled(
     method: str, graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where values are made beforehand: a layer and a loss, with tiers for each tier and size of batch."""
+    """As on a GPU, where values are made beforehand: a layer and a loss; the teacher and each tier too."""
 
     def fill(self: Refresher, width: Precision, shared: Any) -> None:
         for layer, *_ in shared:
@@ -218,7 +185,6 @@ def test_layers_and_widths_share_what_is_compiled(
 
     monkeypatch.setattr(Refresher, "_fills", lambda self, layer: True)
     monkeypatch.setattr(Refresher, "_fill", fill)
-    monkeypatch.setattr(Refresher, "share", lambda self, shares: False)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     options: dict[str, Any] = {"method": method, "max_steps": 8, "per_device_train_batch_size": 6, **ADAM}
@@ -299,11 +265,11 @@ def test_transformers_hooks_take_what_they_are_given(name: str, parameters: list
 def test_transformers_looks_for_packed_sequences_where_it_is_kept_from_it() -> None:
     """Positions that begin anew are another sequence, in a batch that has positions, and in no other."""
     assert list(inspect.signature(masking_utils.find_packed_sequence_indices).parameters) == ["position_ids"]
-    model, ids = simulated(tiers=False), Blocks(2).ids
+    model, ids = simulated(), Blocks(2).ids
     plain: dict[str, Any] = {"input_ids": ids, "labels": ids}
     positions = torch.arange(8).repeat(2, 2)
     losses = {
-        name: float(compute_gradients(model, [batch], Plan(None), Refresher(model), batch_size=2)[None])
+        name: float(compute_gradients(model, [batch], None, Refresher(model)))
         for name, batch in {
             "plain": plain,
             "in order": {**plain, "position_ids": torch.arange(16).expand(2, -1)},

@@ -154,5 +154,3 @@ def main(folder: str, options: str, kill: str, resume: str) -> None:
     if run.is_world_process_zero():
         torch.save(without_tiers(whole), Path(folder) / "weights.pt")
         (Path(folder) / "interrupted").write_text(str(run.interrupted))
-        if run.measured is not None:
-            (Path(folder) / "measured.json").write_text(json.dumps(run.measured.to_json()))

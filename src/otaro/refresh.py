@@ -8,7 +8,7 @@ buffers of the type the model computes in, one to a weight, which are kept from 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from otaro import ops
 from otaro.errors import OtaroError
 from otaro.nn import FakeSefp, FakeSefpEmbedding, FakeSefpLinear
-from otaro.precision import WIDEST, Precision
+from otaro.precision import Precision
 
 Layer = FakeSefpLinear | FakeSefpEmbedding
 
@@ -32,7 +32,6 @@ class Refresher:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
         self._simulated = [module for module in model.modules() if isinstance(module, FakeSefp)]
         self._layers: list[Layer] = [layer for layer in self._simulated if isinstance(layer, Layer)]
-        self._others = len(self._simulated) > len(self._layers)
         self._dtype = dtype
         self._results: dict[int, Tensor] = {}
         self._batches: dict[tuple[object, ...], Any] = {}
@@ -102,39 +101,6 @@ class Refresher:
                         rows = weight.transpose(-1, -2) if turned else weight
                         found[id(weight)] = ops.scales(rows, layer.format)
                     layer.scales[name] = found[id(weight)]
-
-    def share(self, shares: Mapping[Precision, float]) -> bool:
-        """Do the work of `otaro.tune.tiers.share_gradients` in one launch; False where that is not possible.
-
-        The weights have not changed since the last call.
-        """
-        if self._others or not self._layers or not all(self._fills(layer) for layer in self._layers):
-            return False
-        from otaro.ops import gpu
-
-        jobs: list[Any] = []
-        everything: list[Any] = []
-        for _, shared in self._groups([WIDEST] * len(self._layers)):
-            first = [layers[0] for layers in shared]
-            widths = self._tier_widths(first[0])
-            gradients: Any = [layer.weight.grad for layer in first]
-            tiers: Any = [[layer.tiers["weight"][index][1].grad for layer in first] for index in range(len(widths))]
-            everything += [gradients, *tiers]
-            jobs.append((first, widths, gradients, tiers))
-        if any(gradient is None for tensors in everything for gradient in tensors):
-            return False
-        for first, widths, gradients, tiers in jobs:
-            if len(widths) == gpu.MOST_TIERS:
-                gpu.share(
-                    self._batches[self._key(first)],
-                    gradients,
-                    tiers,
-                    [shares.get(width, 0.0) for width in widths],
-                )
-            else:
-                for width, tier in zip(widths, tiers, strict=True):
-                    torch._foreach_add_(tier, gradients, alpha=shares.get(width, 0.0))
-        return True
 
     def _fills(self, layer: Layer) -> bool:
         weight = layer.weight

@@ -233,47 +233,6 @@ def _quantize_kernel(
     tl.store(_pointer(results, tensor, flat, result_type) + offset, value.to(result_type), mask=own)
 
 
-@triton.jit
-def _share_kernel(
-    narrow_tiers,
-    wide_tiers,
-    weight_gradients,
-    narrow_gradients,
-    wide_gradients,
-    all_columns,
-    all_groups,
-    first_groups,
-    scales,
-    block_tensor,
-    block_start,
-    narrow_share,
-    wide_share,
-    narrow: tl.constexpr,
-    wide: tl.constexpr,
-    flat: tl.constexpr,
-    group_size: tl.constexpr,
-    groups_per_block: tl.constexpr,
-    source_type: tl.constexpr,
-):
-    tensor, group, there, offset, own = _places(
-        block_tensor, block_start, all_columns, all_groups, flat, group_size, groups_per_block
-    )
-    scale = tl.load(scales + tl.load(first_groups + tensor) + group, mask=there, other=0).to(tl.int32)
-    code = _code(wide_tiers, tensor, offset, own, scale, flat, source_type)
-    bound = _within(code, _code(narrow_tiers, tensor, offset, own, scale, flat, source_type), 8 - narrow)
-    held = ((code >> (8 - wide)) != (bound >> (8 - wide))) & (scale != 0)[:, None]
-
-    place = _pointer(weight_gradients, tensor, flat, source_type) + offset
-    given = tl.load(place, mask=own, other=0.0).to(tl.float32)
-    place = _pointer(wide_gradients, tensor, flat, source_type) + offset
-    gradient = tl.load(place, mask=own, other=0.0).to(tl.float32)
-    tl.store(place, (gradient + wide_share * given).to(source_type), mask=own)
-    released = tl.where(held, gradient, 0.0)
-    place = _pointer(narrow_gradients, tensor, flat, source_type) + offset
-    gradient = tl.load(place, mask=own, other=0.0).to(tl.float32)
-    tl.store(place, (gradient + released + narrow_share * given).to(source_type), mask=own)
-
-
 @dataclass(frozen=True)
 class Batch:
     """Tensors that are quantised together, with the tables the kernel walks by. Holds on to them."""
@@ -372,38 +331,6 @@ def run(batch: Batch, precision: Precision, format: Format, *, sliced: bool = Fa
         groups_per_block=BLOCK_WEIGHTS // batch.group_size,
         source_type=_TRITON_TYPES[batch.sources[0].dtype],
         result_type=_TRITON_TYPES[batch.results[0].dtype],
-        num_warps=WARPS,
-    )
-
-
-def share(
-    batch: Batch,
-    gradients: Sequence[Tensor],
-    tiers: Sequence[Sequence[Tensor]],
-    shares: Sequence[float],
-) -> None:
-    """Add to the gradients of a batch's two tiers their shares of the sources', as `otaro.tune.tiers` says, in place.
-
-    The batch has run since its sources last changed. Gradients are contiguous and of the sources' dtype.
-    """
-    (narrow, _), (wide, _) = batch.tiers
-    for tensors in (gradients, *tiers):
-        for tensor, source in zip(tensors, batch.sources, strict=True):
-            if tensor.dtype != source.dtype or tensor.shape != source.shape or not tensor.is_contiguous():
-                raise ValueError("each gradient must be contiguous, of the shape and dtype of its source")
-    places = [[tensor.data_ptr() for tensor in tensors] for tensors in (gradients, *tiers)]
-    tables = torch.tensor(places, dtype=torch.int64).to(batch.scales.device, non_blocking=True)
-    _share_kernel[(batch.blocks,)](
-        *batch.tables[2:4],
-        *tables,
-        *batch.tables[4:],
-        *shares,
-        narrow=narrow.mantissa,
-        wide=wide.mantissa,
-        flat=batch.flat and aligned([tensor for tensors in (gradients, *tiers) for tensor in tensors]),
-        group_size=batch.group_size,
-        groups_per_block=BLOCK_WEIGHTS // batch.group_size,
-        source_type=_TRITON_TYPES[batch.sources[0].dtype],
         num_warps=WARPS,
     )
 

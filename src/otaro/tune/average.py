@@ -4,9 +4,6 @@ Weights that go on moving around a good place have it as their mean, and are nea
 rest. So the learning rate of weights that are averaged does not fall to whatever the schedule ends with, but to a share
 of its highest value (:func:`limit_decay`).
 
-Groups of parameters marked UNAVERAGED are left out of both. With tiers that is what the narrowest width computes with:
-what the others are averaged in are its cells, and a mean of its own weights is none of what they are rounded to.
-
 The mean lies in the optimizer's state beside each parameter's own entries, so that checkpoints have it, sharded or
 not: :func:`reserve` makes room when the optimizer first steps, :func:`add_weights` takes the weights in after an
 update, :func:`use_average` puts the mean in their place. Which updates are taken in follows from their number alone.
@@ -16,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,8 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-UNAVERAGED = "unaveraged"
-"""The mark of a group of parameters whose last values are the result."""
 AVERAGE = "average"
 """The entry of a parameter's state."""
 FEWEST = 2
@@ -56,7 +52,7 @@ def reserve(optimizer: Optimizer) -> None:
 
     def is_new(optimizer: Optimizer) -> Iterator[Tensor]:
         for group in optimizer.param_groups:
-            for parameter in () if group.get(UNAVERAGED) else group["params"]:
+            for parameter in group["params"]:
                 if parameter.grad is not None and AVERAGE not in optimizer.state.get(parameter, {}):
                     yield parameter
 
@@ -74,16 +70,20 @@ def reserve(optimizer: Optimizer) -> None:
 
 
 def limit_decay(scheduler: Any, warm_up: int, final: float) -> None:
-    """Let the rates of what is averaged fall no further than to `final` of the highest, once the warm-up is over."""
+    """Let the learning rate fall no further than to `final` of the highest, once the warm-up is over."""
     if isinstance(scheduler, LambdaLR):
-        for number, group in enumerate(scheduler.optimizer.param_groups):
-            if not group.get(UNAVERAGED):
-                scheduler.lr_lambdas[number] = partial(_limited, scheduler.lr_lambdas[number], warm_up, final)
+        scheduler.lr_lambdas = [partial(_limited, factor, warm_up, final) for factor in scheduler.lr_lambdas]
 
 
 def _limited(factor: Callable[[int], float], warm_up: int, final: float, update: int) -> float:
     scheduled = factor(update)
     return scheduled if update < warm_up else final + (1 - final) * scheduled
+
+
+def mean_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """The mean of a parameter; one that never moved is its own."""
+    mean: Tensor = optimizer.state.get(parameter, {}).get(AVERAGE, parameter)
+    return mean
 
 
 def _both(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
@@ -105,6 +105,24 @@ def add_weights(optimizer: Optimizer, number: int) -> None:
     both = list(_both(optimizer))
     if both:
         torch._foreach_lerp_([average for average, _ in both], [weight for _, weight in both], 1 / number)
+
+
+@contextmanager
+def in_place(optimizer: Optimizer) -> Iterator[None]:
+    """The mean in the place of the weights, and they in its; what is changed meanwhile is changed in the mean."""
+    _swap(optimizer)
+    try:
+        yield
+    finally:
+        _swap(optimizer)
+
+
+@torch.no_grad()
+def _swap(optimizer: Optimizer) -> None:
+    for average, weight in _both(optimizer):
+        before = weight.clone()
+        weight.copy_(average)
+        average.copy_(before)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.progress import Progress
 from otaro.tune.config import RESUMED
-from otaro.tune.measurement import Measured
 from otaro.tune.resume import how_to_go_on
 from otaro.tune.writing import writing
 
@@ -55,13 +54,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._stop = False
 
     def state(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {
-            "selector": self.trainer.selector.state_dict(),
-            "settings": settings(self.trainer),
-        }
-        if self.trainer.tiers:
-            measured = self.trainer.measured
-            attributes["measured"] = None if measured is None else measured.to_json()
+        attributes = {"selector": self.trainer.selector.state_dict(), "settings": settings(self.trainer)}
         return {"args": {}, "attributes": attributes}
 
     def on_train_begin(
@@ -70,11 +63,6 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._unread, self._lines, self._stop = [], [], False
         saved = state.stateful_callbacks[type(self).__name__]["attributes"]
         self.trainer.selector.load_state_dict(saved["selector"])
-        if self.trainer.tiers:
-            if "measured" not in saved:
-                raise OtaroError("the checkpoint is from an earlier version of the method tiers: start a new run")
-            if saved["measured"] is not None:
-                self.trainer.set_measured(Measured.from_json(saved["measured"]))
         if state.is_world_process_zero:
             cut_log(Path(args.output_dir) / LOG_NAME, state.global_step)
 
@@ -86,9 +74,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        for width, loss in self.trainer.update_losses.items():
-            self.trainer.selector.count(width)
-            self._unread.append((state.global_step + 1, width, loss))
+        self._take(state.global_step + 1, {self.width: self.trainer.update_loss})
         self._lines.append({"step": state.global_step + 1, "width": width_name(self.width)})
         if self.read_every == 1:
             self._read()
@@ -104,6 +90,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.trainer.average_weights()
+        self._take(state.global_step, self.trainer.fit_tiers())
         delayed = self.trainer.delayed
         held = 0 if delayed is None else delayed.held
         self._lines[-1].update(held=held, learning_rate=self._learning_rate)
@@ -119,6 +106,11 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             control.should_training_stop = True
         if control.should_save and not all_finite(self.trainer.model):
             raise diverged("the weights are no longer finite", state.global_step, self.width)
+
+    def _take(self, step: int, losses: Mapping[Any, Tensor]) -> None:
+        for width, loss in losses.items():
+            self.trainer.selector.count(width)
+            self._unread.append((step, width, loss))
 
     def _read(self) -> None:
         """Wait for the losses of the updates since the last time, and for whether one of the processes is to stop."""

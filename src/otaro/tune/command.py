@@ -86,12 +86,6 @@ def tune(
     ultra_low: Annotated[
         str | None, typer.Option(help="The widths whose gradients are held back; the recipe's if left out.")
     ] = None,
-    distillation: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=1, help="How much a tier learns from a wide width, not from the data; the recipe's if left out."
-        ),
-    ] = None,
     completion_only: Annotated[
         bool | None,
         typer.Option(
@@ -179,7 +173,6 @@ def tune(
         "delay": delay,
         "delay_apply": delay_apply,
         "ultra_low": ultra_low,
-        "distillation": distillation,
         "completion_only": completion_only,
         "average": average,
         "embedding_floor": embedding_floor,
@@ -346,7 +339,6 @@ def run(
                 "kept_update": trainer.state.best_global_step if early_stopping else trainer.state.global_step,
                 "averaged_updates": trainer.averaged,
                 "unsettled_groups": trainer.unsettled,
-                "measured_before": None if trainer.measured is None else trainer.measured.to_json(),
                 "tokens": blocks.tokens,
                 "perplexity_before": report.finite(before),
                 "perplexity_after": report.finite(after),

@@ -43,15 +43,9 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     delay_apply: str = field(default="sum", metadata={"help": "Apply held gradients as their sum or their mean."})
     ultra_low: str = field(default="E5M4,E5M3", metadata={"help": "The widths whose gradients are held."})
     tiers: str = field(default="E5M4,E5M3", metadata={"help": "The widths with weights of their own (tiers only)."})
-    distillation: float = field(
-        default=0.75,
-        metadata={"help": "How much of a tier's loss is the divergence from a wide width (tiers only)."},
-    )
     completion_only: bool = field(
         default=True,
-        metadata={
-            "help": "Learn tokens with a label only; else prompts too, which tiers learn from predictions alone."
-        },
+        metadata={"help": "Learn tokens with a label only; else prompts too."},
     )
     average: float = field(
         default=0.0, metadata={"help": "The share of the run, at its end, over which weights are averaged."}
@@ -79,8 +73,6 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError(f"held gradients are applied as {' or '.join(APPLY)}, not as {self.delay_apply!r}")
         if len(parse_precisions(self.tiers)) > MOST_TIERS:
             raise OtaroError(f"{self.tiers} are too many tiers: choose at most {MOST_TIERS}")
-        if not 0 <= self.distillation <= 1:
-            raise OtaroError(f"a distillation of {self.distillation} is no share: choose from 0 to 1")
         if not 0 <= self.average <= 1:
             raise OtaroError(f"an average over {self.average} of the run is no share: choose from 0 to 1")
         if self.average and self.load_best_model_at_end:
@@ -102,9 +94,8 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
 
     @property
     def tier_widths(self) -> list[Precision]:
-        """Of the widths to tune for those with weights of their own, the narrowest first; never the widest."""
-        wanted = self.tuned_widths
-        return sorted(width for width in parse_precisions(self.tiers) if width in wanted and width < max(wanted))
+        """Of the widths to tune for those with weights of their own, the narrowest first."""
+        return sorted(set(parse_precisions(self.tiers)) & set(self.tuned_widths))
 
     @property
     def format(self) -> Format:
@@ -130,14 +121,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         return find_recipe(self.recipe)
 
     def make_selector(self) -> WidthSelector:
-        return make_selector(
-            self.method,
-            self.tuned_widths,
-            self.constants,
-            exploration=self.exploration,
-            seed=self.seed,
-            tiers=self.tier_widths,
-        )
+        return make_selector(self.method, self.tuned_widths, exploration=self.exploration, seed=self.seed)
 
 
 RESUMED = (

@@ -37,8 +37,6 @@ from otaro.tokenizer import TemplateError, beginning, encode, encode_all, write_
 
 IGNORED = -100
 """The label of a token that is not predicted, as transformers has it."""
-PROMPT_MASK = "otaro_prompt"
-"""What a batch calls the mask of the tokens that are prompt, where these are learned."""
 TEXTS_AT_ONCE = 512
 """Texts that the tokenizer gets in one call."""
 LOOKED_AT = 1000
@@ -182,10 +180,7 @@ class Collator:
 
 
 def learn_prompts(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch in which prompts, what has no label and is no padding, are learned too.
-
-    PROMPT_MASK in it says where they are: the narrow pass of an update learns them from predictions alone.
-    """
+    """A batch in which prompts, what has no label and is no padding, are learned too."""
     if "labels" not in batch:
         return batch
     prompt = batch["labels"] == IGNORED
@@ -197,7 +192,7 @@ def learn_prompts(batch: dict[str, Any]) -> dict[str, Any]:
                 "it: give one of the shape of the labels, or set completion_only to True"
             )
         prompt &= mask.bool()
-    return {**batch, "labels": torch.where(prompt, batch["input_ids"], batch["labels"]), PROMPT_MASK: prompt}
+    return {**batch, "labels": torch.where(prompt, batch["input_ids"], batch["labels"])}
 
 
 def make_collator(tokenizer: Any) -> Collator:

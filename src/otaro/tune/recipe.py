@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from otaro.errors import OtaroError
-from otaro.precision import EMBEDDING_FLOOR, Precision
+from otaro.precision import EMBEDDING_FLOOR
 
 # Settings of `TuneArguments` that a recipe decides; its other fields are constants.
 SETTINGS = (
@@ -29,7 +29,6 @@ SETTINGS = (
     "delay_apply",
     "ultra_low",
     "tiers",
-    "distillation",
     "completion_only",
     "average",
     "scheme",
@@ -70,20 +69,11 @@ class Recipe:
 
     # The method tiers.
     tiers: str = "E5M4,E5M3"
-    distillation: float = 0.75
-    wide_cycle: int = 3
-    """Of so many wide passes the last is at the narrowest width without a tier, if rounding to it hurts the model."""
-    wide_loss_gap: float = 0.04
-    """It does where its loss before tuning is so much above that of the widest."""
-    share_divisor: float = 8.0
-    """A tier takes c / (1 - c) / this of the wide gradient, c being the cosine between its own and that one."""
-    largest_share: float = 2.0
-    narrowest_rate: float = 1.4
-    """The learning rate of the narrower of two tiers, as a multiple of the others'."""
-    thinning_start: float = 0.5
-    """The share of a run after which the narrow pass goes through some of an update's sequences only."""
-    thinned_sequences: tuple[int, int] = (2, 3)
-    """So many of every so many."""
+    fitting_updates: int = 24
+    """The last updates that fit tiers, where those that are averaged would be fewer."""
+    fitting_step: float = 0.03
+    """The cells that a tier moves by, at most, in the first update that fits, if it has the reference's tokens; from
+    there it falls to nothing."""
 
     # What is learned, and what is kept.
     completion_only: bool = False
@@ -104,21 +94,11 @@ class Recipe:
         if self.learning_rate is not None:
             return self.learning_rate
         size = 1.0 if hidden_size is None else self.reference_hidden_size / hidden_size
-        noise = 1.0 if tokens is None else min(1.0, tokens / self.reference_tokens) ** 0.5
-        return self.reference_rate * size * noise
+        return self.reference_rate * size * self.noise_factor(tokens)
 
-    def shares(self, cosines: dict[Precision, float]) -> dict[Precision, float]:
-        """What each tier takes of the wide gradient, given how much its own agrees with it.
-
-        If a tier's gradient is the common one plus an error of its own of relative size e, the cosine c is
-        1 / sqrt(1 + e²), and c / (1 - c) grows as the error falls.
-        """
-        return {
-            width: self.largest_share
-            if cosine >= 1
-            else min(self.largest_share, max(0.0, cosine) / (1 - cosine) / self.share_divisor)
-            for width, cosine in cosines.items()
-        }
+    def noise_factor(self, tokens: float | None) -> float:
+        """How much smaller the steps of an update of so many tokens are."""
+        return 1.0 if tokens is None else min(1.0, tokens / self.reference_tokens) ** 0.5
 
 
 RECIPES = {

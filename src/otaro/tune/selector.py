@@ -18,12 +18,11 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from otaro.errors import OtaroError
 from otaro.precision import Precision, join
-from otaro.tune.recipe import Recipe
 
 
 class WidthSelector(ABC):
@@ -126,60 +125,26 @@ class UniformSelector(WidthSelector):
 
 
 class FixedSelector(WidthSelector):
-    """One width for every batch, or full precision."""
+    """One width for every batch, or full precision; `fitted` are then those that are fitted to it."""
 
-    def __init__(self, width: Precision | None) -> None:
-        super().__init__([] if width is None else [width])
+    def __init__(self, width: Precision | None, fitted: Iterable[Precision] = ()) -> None:
+        super().__init__(fitted if width is None else [width])
         self._width = width
 
     def select(self) -> Precision | None:
         return self._width
 
 
-class WideSelector(WidthSelector):
-    """The width of the wide pass where narrow widths have tiers, which take turns by themselves (:meth:`narrow`).
-
-    It is the widest. If rounding to the narrowest width without a tier hurts the model, the last of every `cycle` wide
-    passes is at that one. Whether it does, losses before tuning tell (`begin`, to be told again after a resume).
-    """
-
-    def __init__(self, widths: Iterable[Precision], tiers: Iterable[Precision], cycle: int, loss_gap: float) -> None:
-        super().__init__(widths)
-        self._tiers = sorted(tiers, reverse=True)
-        wide = [width for width in self.widths if not self._tiers or width > self._tiers[0]]
-        if not wide:
-            raise OtaroError(f"the widest of {join(self.widths)} has a tier: leave it without")
-        self.wide = (wide[0], wide[-1])
-        self._cycle = cycle
-        self._loss_gap = loss_gap
-        self._turns: tuple[Precision, ...] = self.wide[:1]
-
-    def begin(self, losses: Mapping[Precision, float]) -> None:
-        """Learn the losses at the wide widths before tuning."""
-        widest, narrowest = self.wide
-        hurt = losses[narrowest] - losses[widest] >= self._loss_gap
-        self._turns = (*[widest] * (self._cycle - 1), narrowest) if hurt else (widest,)
-
-    def select(self) -> Precision:
-        return self._turns[sum(self.counts[width] for width in set(self.wide)) % len(self._turns)]
-
-    def narrow(self, update: int) -> Precision | None:
-        """The tier whose turn it is in the n-th update, counted from 0."""
-        return self._tiers[update % len(self._tiers)] if self._tiers else None
-
-
 def make_selector(
     method: str,
     widths: Iterable[Precision],
-    recipe: Recipe,
     *,
     exploration: float = 5.0,
     seed: int = 0,
-    tiers: Iterable[Precision] = (),
 ) -> WidthSelector:
     """That of a method: ``otaro`` and ``bps`` search, ``uniform`` draws, ``fixed:E5M3`` stays, ``fp16`` has no width.
 
-    ``tiers`` goes through the widths without a tier.
+    So has ``tiers``, but widths that are fitted.
     """
     name, _, width = method.partition(":")
     widths = list(widths)
@@ -190,7 +155,7 @@ def make_selector(
     if name == "uniform" and not width:
         return UniformSelector(widths, seed)
     if name == "tiers" and not width:
-        return WideSelector(widths, tiers, recipe.wide_cycle, recipe.wide_loss_gap)
+        return FixedSelector(None, widths)
     if name == "fp16" and not width:
         return FixedSelector(None)
     if name == "fixed" and width:

@@ -17,7 +17,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -47,11 +47,10 @@ from otaro.tune.compilation import Compilation, can_compile
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.data import learn_prompts, lengths, make_collator
 from otaro.tune.delay import Apply, DelayedOptimizer
-from otaro.tune.measurement import Measured, measure
+from otaro.tune.fitting import fit
 from otaro.tune.model import has_adapters, save_settled
-from otaro.tune.selector import WideSelector
-from otaro.tune.tiers import add_tiers, has_tiers, set_apart_narrowest, settle_model
-from otaro.tune.update import Batch, Plan, Processes, compute_gradients
+from otaro.tune.tiers import add_tiers, following, leave_out_tiers, settle_model
+from otaro.tune.update import Batch, Processes, compute_gradients
 from otaro.tune.writing import writing
 
 CONFIGS = Path(__file__).parent / "accelerate"
@@ -91,11 +90,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         """Whether this process was."""
         self.unsettled = 0
         """Groups of weights that did not keep all bits of their tiers when these were settled."""
-        self.measured: Measured | None = None
-        """What the method tiers has measured before its first update."""
-        self.update_losses: dict[Precision | None, Tensor] = {}
-        """This process's share of the losses of the last update, by width."""
-        self._averages = False
+        self.update_loss: Tensor
+        """This process's share of the loss of the last update."""
+        self._hooked = False
         self._batches: list[Batch] = []
         self._progress = progress
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
@@ -112,7 +109,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self.tiers:
             if any(not parameter.requires_grad for parameter in model.parameters()):
                 raise OtaroError("tiers need every weight to be trained: choose another method for adapters")
-            add_tiers(model, self.tiers, max(self.selector.widths))
+            add_tiers(model, self.tiers)
         # Taken now: sharding changes the classes of modules.
         self.signature = model_signature(model)
         self.weights = Refresher(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
@@ -127,8 +124,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self.is_deepspeed_enabled:
             raise OtaroError(DEEPSPEED_REFUSED)
         sizes = lengths(self.train_dataset)
+        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        tokens = sum(sizes) / len(sizes) * sequences if sizes else None
+        self._fitting_step = args.constants.fitting_step * args.constants.noise_factor(tokens)
         if args.learning_rate is None:
-            args.learning_rate = self._learning_rate(model, sizes)
+            args.learning_rate = self._learning_rate(model, tokens)
         if args.optim == OptimizerNames.ADAMW_TORCH and args.device.type == "cuda":
             args.optim = OptimizerNames.ADAMW_TORCH_FUSED  # in few launches, and with nothing to wait for
         compiles = args.device.type == "cuda" if args.compile is None else args.compile
@@ -154,10 +154,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             self.remove_callback(ProgressCallback)
             self.add_callback(ProgressLine(self, self.update_callback, progress))
 
-    def _learning_rate(self, model: nn.Module, sizes: Sequence[int]) -> float:
-        batches = self.args.gradient_accumulation_steps * self.args.world_size
-        mean = sum(sizes) / len(sizes) if sizes else None
-        tokens = None if mean is None else mean * self.args.per_device_train_batch_size * batches
+    def _learning_rate(self, model: nn.Module, tokens: float | None) -> float:
         config = getattr(model, "config", None)
         if config is None:
             raise OtaroError(f"{type(model).__name__} has no config that says how wide it is: give a learning rate")
@@ -180,17 +177,13 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         created = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if self.tiers:
-            if created:
-                rate = self.args.constants.narrowest_rate
-                set_apart_narrowest(optimizer, self.model if model is None else model, self.tiers, rate)
-            elif not has_tiers(optimizer, self.model if model is None else model):
-                raise OtaroError("the method tiers trains weights of its own: set `optim`, do not pass `optimizers`")
-            elif self.args.average and not any(group.get(average.UNAVERAGED) for group in optimizer.param_groups):
-                raise OtaroError("tiers are averaged by groups of their own: set `optim`, or `average` to 0")
-        if self.args.average and (created or not self._averages):
-            average.reserve(optimizer)
-            self._averages = True
+        if not self._hooked:
+            self._hooked = True
+            if self.args.average:
+                average.reserve(optimizer)
+            if self.tiers:
+                leave_out_tiers(optimizer, self.model if model is None else model)
+                self._follow_steps(optimizer)
         if self.args.method == "otaro":
             if created:
                 apply = cast(Apply, self.args.delay_apply)
@@ -203,6 +196,22 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             if isinstance(optimizer, DelayedOptimizer):
                 self.delayed = optimizer
         return optimizer
+
+    def _follow_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Until there is a mean, tiers go where the optimizer moves their weights."""
+        under_way: list[Any] = []
+
+        def before(*_: Any) -> None:
+            if not self.averaged:
+                under_way.append(following(self.model, lambda weight: weight))
+                under_way[0].__enter__()
+
+        def after(*_: Any) -> None:
+            while under_way:
+                under_way.pop().__exit__(None, None, None)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         created = self.lr_scheduler is None
@@ -224,71 +233,60 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         """Compute the update when the Trainer has come to its last micro-batch; returns its loss."""
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batches = [self._prepare_inputs(batch) for batch in self._batches]
-        self._batches = []
+        self._batches = [self._prepare_inputs(batch) for batch in self._batches]
         if not model.training:
             model.train()
         train = getattr(self.optimizer, "train", None)
         if callable(train):
             train()  # those without a schedule have another state for evaluation
-        processes = self._processes()
-        wide = self.update_callback.width
-        if self.tiers and self.measured is None:
-            self._report("measuring how far the widths agree")
-            with self.compilation.left_out():
-                measured = measure(
-                    model,
-                    batches,
-                    self.weights,
-                    self.args.constants,
-                    wide=cast(WideSelector, self.selector).wide,
-                    tiers=self.tiers,
-                    context=self.compute_loss_context_manager,
-                    processes=processes,
-                )
-            self.set_measured(measured)
-        plan = self._plan(wide)
-        size = self._train_batch_size
-        sizes = {tuple(batch["labels"].shape) for batch in batches}
-        if self.compilation.is_new((wide is None, plan.narrow, plan.thinned, *sorted(sizes))):
-            self._report("compiling … (the first updates take longer)")
-        full = all(rows == size for rows, *_ in sizes)
-        with nullcontext() if full else self.compilation.left_out():
-            self.update_losses = compute_gradients(
+        width = self.update_callback.width
+        with self._compiled(width is None):
+            self.update_loss = compute_gradients(
                 model,
-                batches,
-                plan,
+                self._batches,
+                width,
                 self.weights,
-                batch_size=size,
-                loss=partial(self._wide_loss, count=num_items_in_batch),
+                loss=partial(self._loss, count=num_items_in_batch),
                 backward=self.accelerator.backward,
                 context=self.compute_loss_context_manager,
-                processes=processes,
+                processes=self._processes(),
+            )
+        return self.update_loss
+
+    def fit_tiers(self) -> dict[Precision, Tensor]:
+        """After an update, fit the widths to the mean of the weights, if it is time; their losses."""
+        done, updates = self.state.global_step, self.state.max_steps
+        window = round((self.args.average or self.args.constants.average) * updates)
+        window = max(window, min(updates, self.args.constants.fitting_updates))
+        if not self.tiers or updates - done >= window:
+            return {}
+        assert self.optimizer is not None
+        with average.in_place(self.optimizer) if self.averaged else nullcontext(), self._compiled("fitting"):
+            return fit(
+                self.model_wrapped,
+                self._batches,
+                self.weights,
+                self.tiers,
+                self._fitting_step * (updates - done + 1) / window,
+                context=self.compute_loss_context_manager,
+                processes=self._processes(),
                 kernel=self.compilation.kernel,
             )
-        return self.update_losses[wide]
 
-    def _plan(self, wide: Precision | None) -> Plan:
-        """What the update that is under way consists of."""
-        if not self.tiers:
-            return Plan(wide)
-        assert self.measured is not None
-        update, constants = self.state.global_step, self.args.constants
-        thinned = update >= constants.thinning_start * self.state.max_steps
-        return Plan(
-            wide,
-            cast(WideSelector, self.selector).narrow(update),
-            self.args.distillation,
-            constants.thinned_sequences if thinned else (1, 1),
-            self.measured.shares,
-        )
+    def _compiled(self, kind: object) -> AbstractContextManager[Any]:
+        """What passes over the update's batches run in, by their kind."""
+        sizes = {tuple(batch["labels"].shape) for batch in self._batches}
+        if self.compilation.is_new((kind, *sorted(sizes))):
+            self._report("compiling … (the first updates take longer)")
+        full = all(rows == self._train_batch_size for rows, *_ in sizes)
+        return nullcontext() if full else self.compilation.left_out()
 
-    def _wide_loss(self, model: nn.Module, batch: Batch, count: Any) -> tuple[Tensor, Tensor]:
+    def _loss(self, model: nn.Module, batch: Batch, count: Any) -> Tensor:
         with self.compute_loss_context_manager():
-            loss, outputs = self.compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
+            loss: Tensor = self.compute_loss(model, batch, num_items_in_batch=count)
         if self.compute_loss_func is None and (count is None or not self.model_accepts_loss_kwargs):
             loss = loss / self.current_gradient_accumulation_steps  # a mean over the micro-batch
-        return loss, outputs.logits
+        return loss
 
     def _processes(self) -> Processes:
         accelerator = self.accelerator
@@ -303,11 +301,6 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if self._progress is not None:
             self._progress(description, self.state.global_step, self.state.max_steps)
 
-    def set_measured(self, measured: Measured) -> None:
-        """Go by what was measured before the first update, now or before a resume."""
-        self.measured = measured
-        cast(WideSelector, self.selector).begin(measured.losses)
-
     def mean_over_processes(self, losses: Sequence[Tensor]) -> list[float]:
         """What losses are over all processes, which is waited for; also sets `interrupted`."""
         device = self.args.device
@@ -321,8 +314,12 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         most = self.args.constants.averaged_updates
         number = average.average_index(self.state.global_step, self.state.max_steps, self.args.average, most)
         if number:
-            assert self.optimizer is not None
-            average.add_weights(self.optimizer, number)
+            optimizer = self.optimizer
+            assert optimizer is not None
+            # The first mean is the weights, which tiers follow until then.
+            follows = self.tiers and number > 1
+            with following(self.model, partial(average.mean_of, optimizer)) if follows else nullcontext():
+                average.add_weights(optimizer, number)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
         """Train, or go on: from a checkpoint, or with True from the last complete one in `output_dir`.
@@ -358,7 +355,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 f"memory ran out in training at batches of {self.args.per_device_train_batch_size}: lower the batch "
                 "size (gradient accumulation makes up for it) or the sequence length, turn on gradient checkpointing "
                 "or bf16, or train adapters with LoRA"
-                + (", or choose the method bps, which needs a third of the memory for weights" if self.tiers else "")
+                + (", or choose the method bps, which needs less memory for weights" if self.tiers else "")
             ) from error
         finally:
             self.weights.set_width(None)
