@@ -193,6 +193,10 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "token": (replaced(Path("tokenizer_config.json"), eos_token={"a": []}), "cannot be loaded"),
     "two": (replaced(Path("tokenizer_config.json"), tokenizer_class="RagTokenizer"), "RagTokenizer is not the"),
     "config": (replaced(Path("tokenizer_config.json"), added_tokens_decoder={"x": 1}), "cannot be loaded"),
+    "decoder": (
+        replaced(Path("tokenizer.json"), decoder={"type": "Strip", "content": " ", "start": 1, "stop": 1}),
+        "its decoder cuts tokens off at both ends",
+    ),
     "panic": (
         replaced(Path("tokenizer.json"), pre_tokenizer={**SPLIT, "pattern": {"Regex": r"(\w+)+$|(\s|\s)*\d"}}),
         "the tokenizer fails on this text: Onig",

@@ -8,7 +8,7 @@ from typing import Any
 
 from otaro.engine.scheduler import Token
 from otaro.text import UNFINISHED
-from otaro.tokenizer import encode
+from otaro.tokenizer import decode, encode
 
 LEAST = -9999.0
 """What stands for a probability of nothing, as JSON has no infinity."""
@@ -20,14 +20,11 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._before = encode(tokenizer, "a")[-1:]
-        self._length = len(self._decode(self._before))
+        self._length = len(decode(tokenizer, self._before, special=True))
         self.text = lru_cache(1 << 16)(self._text)
 
     def _text(self, token: int) -> str:
-        return self._decode([*self._before, token])[self._length :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return decode(self._tokenizer, [*self._before, token], special=True)[self._length :]
 
     # ---- chats
 

@@ -115,10 +115,10 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool
         return _within(SECONDS + sum(map(len, texts)) / LETTERS_PER_SECOND, work)
 
 
-def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of tokens, without special ones."""
+def decode(tokenizer: Any, tokens: Sequence[int], *, special: bool = False) -> str:
+    """The text of tokens, without special ones unless they are asked for."""
     with foreign_code("the tokenizer cannot write these tokens as text"):
-        return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
 def render_chat(
