@@ -281,6 +281,32 @@ def test_a_text_without_memory_fails_alone(engine: Engine, monkeypatch: pytest.M
     assert len(steps[1].picked) == 1
 
 
+def test_texts_go_on_after_an_error_in_a_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_prompt, failures = DeviceWork._run_prompt, list[int]()
+
+    def failing(work: DeviceWork, step: Step) -> None:
+        if not failures:
+            failures.append(1)
+            raise torch.OutOfMemoryError("out of memory")
+        run_prompt(work, step)
+
+    wanted = [list(engine.tokens(prompt, max_new_tokens=12)) for prompt in (TEXT[:4], TEXT)]
+    scheduler, others = Scheduler(engine), list[Any]()
+
+    def begin_another(token: Any) -> None:
+        if not others:
+            others.append(scheduler.submit(Request(TEXT, 12)))
+
+    list(scheduler.submit(Request(TEXT[9:12], 2)))  # kept, and given up for the sake of the others
+    monkeypatch.setattr(DeviceWork, "_run_prompt", failing)
+    running = scheduler.submit(Request(TEXT[:4], 12), begin_another)
+    found = [[token.id for token in running]]
+    found += [[token.id for token in text] for text in others]
+    scheduler.close()
+    assert failures
+    assert found == wanted
+
+
 class Replay:
     """Stands for a captured graph: runs again what was run, into the same memory."""
 

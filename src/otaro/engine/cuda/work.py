@@ -100,7 +100,16 @@ class DeviceWork:
         return self._graph_bytes
 
     def run(self, steps: Sequence[Step], *, threads: int = 1) -> None:
-        """Run all of them; what came of each is in it afterwards."""
+        """Run all of them; what came of each is in it afterwards. Where it is an error, no text is any longer."""
+        try:
+            self._run(steps)
+        except BaseException:
+            for step in steps:
+                step.session.length = min(step.session.length, step.position)
+            self._ahead.forget()
+            raise
+
+    def _run(self, steps: Sequence[Step]) -> None:
         groups: dict[tuple[bytes, CacheLayout], list[Step]] = {}
         for step in steps:
             session: DeviceSession = step.session
