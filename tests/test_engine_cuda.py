@@ -393,6 +393,23 @@ def test_captured_graphs_serve_texts_that_come_and_go(folders: Any) -> None:
     assert found == [list(eager.tokens(TEXT[number:], max_new_tokens=9)) for number in range(5, 12)]
 
 
+def test_graphs_are_forgotten_together(folders: Any) -> None:
+    engine = Engine(folders("llama"), device=PLAIN)
+    work = engine._work = GraphWork(engine)
+    for width in (Precision.E5M8, Precision.E5M4):
+        engine.precision = width
+        list(engine.tokens(TEXT[:5], max_new_tokens=3))
+    work._pool = "shared"
+    engine.precision = Precision.E5M3
+    list(engine.tokens(TEXT[:5], max_new_tokens=3))
+    assert {kind.widths[1] for kind in work._captured} == {3, 4, 8}
+    assert work._pool == "shared"
+    engine.drop_to("E5M4")
+    list(engine.tokens(TEXT[:5], max_new_tokens=3, sampling=Sampling(0.9, seed=1)))
+    assert {(kind.widths[1], kind.drawn) for kind in work._captured} == {(3, True)}
+    assert work._pool is None
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build(tmp_path_factory.mktemp("emulation"))

@@ -218,11 +218,14 @@ class DeviceWork:
         return outcome
 
     def _make_room(self) -> None:
-        """Forget graphs that read planes which have gone, and the oldest where there are many."""
-        for other in [other for other in self._captured if other.stamp != self._model.stamp(other.widths)]:
-            del self._captured[other]
-        if len(self._captured) >= MOST_GRAPHS:
-            del self._captured[next(iter(self._captured))]
+        """Forget graphs where one reads planes which have gone, or where there are many: all, as they share memory."""
+        stale = any(other.stamp != self._model.stamp(other.widths) for other in self._captured)
+        if stale or len(self._captured) >= MOST_GRAPHS:
+            self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        self._captured.clear()
+        self._pool, self._graph_bytes = None, 0
 
     def _capture(self, kind: Kind, inputs: Tensor) -> None:
         self._make_room()
