@@ -410,6 +410,52 @@ def test_graphs_are_forgotten_together(folders: Any) -> None:
     assert work._pool is None
 
 
+class ShortWork(GraphWork):
+    """Has no memory for the first graphs."""
+
+    failures = 3
+
+    def _capture(self, kind: Kind, inputs: torch.Tensor) -> None:
+        if self.failures:
+            self.failures -= 1
+            try:
+                raise torch.OutOfMemoryError("out of memory")
+            finally:
+                if self.failures == 1:
+                    raise RuntimeError("the capture was not begun")
+        super()._capture(kind, inputs)
+
+
+def test_texts_go_on_where_memory_is_short_for_graphs(
+    folders: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = Engine(folders("llama"), device=PLAIN)
+    work = short._work = ShortWork(short)
+    found, wanted = (list(one.tokens(TEXT[:5], max_new_tokens=12)) for one in (short, engine))
+    assert found == wanted
+    assert work.replays > 4
+    work._captured.clear()
+    monkeypatch.setattr(GraphWork, "_make_room", lambda work: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        list(short.tokens(TEXT[:5], max_new_tokens=12))
+    device = torch.device("cuda")
+    assert launches.captures(device)
+    monkeypatch.setenv("OTARO_GRAPHS", "0")
+    assert not launches.captures(device)
+
+
+def test_a_prompt_without_logits_leaves_the_head_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, counts = engine._work._model.head, list[int]()  # type: ignore[attr-defined]
+    multiply = head.multiply
+    monkeypatch.setattr(head, "multiply", lambda x, width: (counts.append(len(x)), multiply(x, width))[1])
+    monkeypatch.setattr(engine._work, "prefill_tokens", 16)
+    session, widths = engine.new_session(60), engine.weights.widths(Precision.E5M8)
+    assert engine._work.logits(session, TEXT[:20], 0, widths, threads=1, rows=0).shape == (0, VOCABULARY)
+    assert counts == []
+    engine._work.logits(session, TEXT, 0, widths, threads=1, rows=3)
+    assert counts == [3]
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build(tmp_path_factory.mktemp("emulation"))

@@ -12,7 +12,7 @@ from otaro.ops.cuda import compiler
 
 CUDA, PLAIN = "cuda", "plain"
 """Devices by name; the second is the code of the first in plain torch on a CPU, for tests."""
-OVERLAP_VARIABLE = "OTARO_OVERLAP"
+OVERLAP_VARIABLE, GRAPHS_VARIABLE = "OTARO_OVERLAP", "OTARO_GRAPHS"
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -30,6 +30,11 @@ def overlaps(device: torch.device) -> bool:
     if device.type != "cuda" or os.environ.get(OVERLAP_VARIABLE) == "0":
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def captures(device: torch.device) -> bool:
+    """Whether launches are captured as graphs (``OTARO_GRAPHS=0``: never)."""
+    return device.type == "cuda" and os.environ.get(GRAPHS_VARIABLE) != "0"
 
 
 def unusable() -> str | None:
