@@ -48,15 +48,22 @@ def unusable() -> str | None:
     return compiler.available(torch.device("cuda", torch.cuda.current_device()))
 
 
-def choose(device: str) -> str:
-    """The device that a name such as "auto" stands for; asked for a GPU where there is none, it is an error."""
+def check_name(device: str) -> None:
     if device not in ("auto", "cpu", CUDA, PLAIN):
-        raise OtaroError(f"there is no device {device}: choose auto, cpu or cuda")
+        raise OtaroError(f"there is no device '{device}': choose auto, cpu or cuda")
+
+
+def choose(device: str, *, engine: bool = True) -> str:
+    """The device that a name such as "auto" stands for; asked for a GPU where there is none, it is an error.
+
+    Without the `engine` any GPU will do that torch has.
+    """
+    check_name(device)
     if device in ("cpu", PLAIN):
         return device
-    reason = unusable()
+    reason = unusable() if engine or not torch.cuda.is_available() else None
     if device == CUDA and reason is not None:
-        raise OtaroError(f"the engine cannot run on a GPU: {reason}; choose the device cpu")
+        raise OtaroError(f"the model cannot run on a GPU: {reason}; choose the device cpu")
     return CUDA if reason is None else "cpu"
 
 

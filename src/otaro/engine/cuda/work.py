@@ -77,7 +77,7 @@ class Captured:
 class DeviceWork:
     """What running a model on a device takes besides keys and values. One call at a time."""
 
-    prefill_tokens, prompt_tokens, alone_tokens = 2048, 512, 2048
+    prefill_tokens, prompt_tokens, alone_tokens, scored_tokens = 2048, 512, 2048, 256
 
     def __init__(self, model: DeviceModel, *, graphs: bool = True) -> None:
         self._model = model
@@ -372,7 +372,7 @@ class DeviceWork:
         whole("the number of drafts", most, 1, MOST_CONTEXT)
         session.checked([token], position, most)
         session.length = min(session.length, position)
-        session.reserve(position + most)
+        session.claim(position + most)
         self._ahead.forget()
         drafts: list[int] = []
         fields = self._fields[1][:, 0]
