@@ -10,6 +10,7 @@ import random
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import architectures
@@ -21,8 +22,11 @@ import otaro
 from otaro import ops
 from otaro.cli import main
 from otaro.engine import native
-from otaro.engine.cuda import launches, matrices, picking, plain, weights
+from otaro.engine.architecture import UnsupportedError
+from otaro.engine.cuda import forward, launches, matrices, picking, plain, weights
 from otaro.engine.cuda.ahead import Ahead
+from otaro.engine.cuda.matrices import DenseMatrix
+from otaro.engine.cuda.model import Experts
 from otaro.engine.cuda.rows import CacheLayout, DeviceSession
 from otaro.engine.cuda.weights import DeviceWeights
 from otaro.engine.cuda.work import MOST_ROWS, Captured, DeviceWork, Kind
@@ -281,6 +285,72 @@ def test_a_text_without_memory_fails_alone(engine: Engine, monkeypatch: pytest.M
     assert len(steps[1].picked) == 1
 
 
+def test_texts_go_on_after_an_error_in_a_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_prompt, failures = DeviceWork._run_prompt, list[int]()
+
+    def failing(work: DeviceWork, step: Step) -> None:
+        if not failures:
+            failures.append(1)
+            raise torch.OutOfMemoryError("out of memory")
+        run_prompt(work, step)
+
+    wanted = [list(engine.tokens(prompt, max_new_tokens=12)) for prompt in (TEXT[:4], TEXT)]
+    scheduler, others = Scheduler(engine), list[Any]()
+
+    def begin_another(token: Any) -> None:
+        if not others:
+            others.append(scheduler.submit(Request(TEXT, 12)))
+
+    list(scheduler.submit(Request(TEXT[9:12], 2)))  # kept, and given up for the sake of the others
+    monkeypatch.setattr(DeviceWork, "_run_prompt", failing)
+    running = scheduler.submit(Request(TEXT[:4], 12), begin_another)
+    found = [[token.id for token in running]]
+    found += [[token.id for token in text] for text in others]
+    scheduler.close()
+    assert failures
+    assert found == wanted
+
+
+def test_short_memory_is_said_in_a_sentence(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(folders("llama"), device=PLAIN)
+    model, widths = engine.weights.model, engine.weights.widths(Precision.E5M8)
+    long, short = (DeviceSession(model, 400) for _ in range(2))  # type: ignore[arg-type]
+    engine._work.logits(long, TEXT * 5, 0, widths, threads=1)
+
+    def none(session: DeviceSession, capacity: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(DeviceSession, "_room", none)
+    long.expect(20)
+    assert long.length == 20
+    with pytest.raises(OtaroError, match="not enough memory"):
+        short.copy(long, 10)
+    with pytest.raises(OtaroError, match="not enough memory"):
+        engine._work.draft(short, 1, 0, widths, most=2, rows=9, margin=0.0, threads=1)
+    engine.drop_to("E5M4")
+    monkeypatch.setattr(weights, "free_bytes", lambda device: 1000)
+    with pytest.raises(OtaroError, match="E5M4 stays in use"):
+        engine.raise_to("E5M8")
+    assert engine.width == Precision.E5M4
+    query = next(name for name in engine.weights._floors if "q_proj" in name)
+    engine.weights._floors[query] = Precision.E5M5
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedError, match="different narrowest"):
+        engine.weights._prepare()
+    with pytest.raises(OtaroError, match="prompt_tokens"):
+        Scheduler(engine, prompt_tokens=0)
+
+
+def test_experts_that_were_not_chosen_add_nothing() -> None:
+    shape: Any = SimpleNamespace(experts=2, experts_per_token=1, experts_normalized=True, hidden=4)
+    shape.expert_intermediate = 3
+    router, gate_up, down = torch.zeros(2, 4), torch.ones(12, 4), torch.ones(8, 3)
+    router[0], gate_up[6:] = 1, 1e30
+    experts = Experts(router, DenseMatrix(gate_up), DenseMatrix(down))
+    found = forward._experts(experts, torch.ones(3, 4), 8, shape, torch.tensor([True, True, False]))
+    assert bool(found.isfinite().all())
+
+
 class Replay:
     """Stands for a captured graph: runs again what was run, into the same memory."""
 
@@ -367,6 +437,74 @@ def test_captured_graphs_serve_texts_that_come_and_go(folders: Any) -> None:
     assert found == [list(eager.tokens(TEXT[number:], max_new_tokens=9)) for number in range(5, 12)]
 
 
+def test_graphs_are_forgotten_together(folders: Any) -> None:
+    engine = Engine(folders("llama"), device=PLAIN)
+    work = engine._work = GraphWork(engine)
+    for width in (Precision.E5M8, Precision.E5M4):
+        engine.precision = width
+        list(engine.tokens(TEXT[:5], max_new_tokens=3))
+    work._pool = "shared"
+    engine.precision = Precision.E5M3
+    list(engine.tokens(TEXT[:5], max_new_tokens=3))
+    assert {kind.widths[1] for kind in work._captured} == {3, 4, 8}
+    assert work._pool == "shared"
+    engine.drop_to("E5M4")
+    list(engine.tokens(TEXT[:5], max_new_tokens=3, sampling=Sampling(0.9, seed=1)))
+    assert {(kind.widths[1], kind.drawn) for kind in work._captured} == {(3, True)}
+    assert work._pool is None
+
+
+class ShortWork(GraphWork):
+    """Has no memory for the first graphs."""
+
+    failures = 3
+
+    def _capture(self, kind: Kind, inputs: torch.Tensor) -> None:
+        if self.failures:
+            self.failures -= 1
+            try:
+                raise torch.OutOfMemoryError("out of memory")
+            finally:
+                if self.failures == 1:
+                    raise RuntimeError("the capture was not begun")
+        super()._capture(kind, inputs)
+
+
+def test_texts_go_on_where_memory_is_short_for_graphs(
+    folders: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = Engine(folders("llama"), device=PLAIN)
+    work = short._work = ShortWork(short)
+    found, wanted = (list(one.tokens(TEXT[:5], max_new_tokens=12)) for one in (short, engine))
+    assert found == wanted
+    assert work.replays > 4
+    work._captured.clear()
+    monkeypatch.setattr(GraphWork, "_make_room", lambda work: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        list(short.tokens(TEXT[:5], max_new_tokens=12))
+    device = torch.device("cuda")
+    assert launches.captures(device)
+    monkeypatch.setenv("OTARO_GRAPHS", "0")
+    assert not launches.captures(device)
+
+
+def test_a_prompt_without_logits_leaves_the_head_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, counts = engine._work._model.head, list[int]()  # type: ignore[attr-defined]
+    multiply = head.multiply
+
+    def counted(x: torch.Tensor, width: int) -> Any:
+        counts.append(len(x))
+        return multiply(x, width)
+
+    monkeypatch.setattr(head, "multiply", counted)
+    monkeypatch.setattr(engine._work, "prefill_tokens", 16)
+    session, widths = engine.new_session(60), engine.weights.widths(Precision.E5M8)
+    assert engine._work.logits(session, TEXT[:20], 0, widths, threads=1, rows=0).shape == (0, VOCABULARY)
+    assert counts == []
+    engine._work.logits(session, TEXT, 0, widths, threads=1, rows=3)
+    assert counts == [3]
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build(tmp_path_factory.mktemp("emulation"))
@@ -425,6 +563,15 @@ def test_commands_take_a_device(packed_llama: Path, tmp_path: Path, capsys: pyte
     assert main(["generate", str(packed_llama), *text, "--device", "cuda"]) == 2
     assert "no NVIDIA GPU" in capsys.readouterr().err
     assert main(["generate", str(packed_llama), *text, "--device", PLAIN, "--memory", "1GB"]) == 2
+    for arguments, sentence in (
+        (["generate", *text, "--device", "cuda:1", "--memory", "1GB"], "there is no device 'cuda:1'"),
+        (["generate", *text, "--device", ""], "there is no device ''"),
+        (["bench", "--device", "cuda", "--against", "llama.cpp"], "measured on the CPU"),
+        (["generate", *text, "--device", "cuda", "--backend", "transformers"], "no NVIDIA GPU"),
+    ):
+        capsys.readouterr()
+        assert main([arguments[0], str(packed_llama), *arguments[1:]]) == 2
+        assert sentence in capsys.readouterr().err
     figures = tmp_path / "figures.json"
     sizes = ["--prompt-tokens", "20", "--new-tokens", "3", "--rounds", "1", "--precisions", "E5M4"]
     assert main(["bench", str(packed_llama), *sizes, "--device", PLAIN, "--json", str(figures)]) == 0

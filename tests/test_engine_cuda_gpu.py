@@ -205,6 +205,17 @@ def test_planes_come_and_go_in_the_memory_of_the_device(tmp_path: Path) -> None:
     assert list(engine.tokens(TEXT, max_new_tokens=20)) == tokens
 
 
+def test_graphs_of_experts_after_planes_came_and_went(tmp_path: Path) -> None:
+    engine = Engine(packed("mixtral", tmp_path), device=CUDA)
+    wide = list(engine.tokens(TEXT, max_new_tokens=20))
+    engine.drop_to("E5M3")
+    narrow = list(engine.tokens(TEXT, max_new_tokens=20))
+    engine.raise_to("E5M8")
+    assert list(engine.tokens(TEXT, max_new_tokens=20)) == wide
+    engine.drop_to("E5M3")
+    assert list(engine.tokens(TEXT, max_new_tokens=20)) == narrow
+
+
 def test_planes_join_while_texts_run_and_graphs_are_captured(folder: Path) -> None:
     engine = Engine(folder, device=CUDA, progressive=True)
     texts = [list(engine.tokens(TEXT, max_new_tokens=60, sampling=Sampling(0.7, seed=seed))) for seed in range(3)]

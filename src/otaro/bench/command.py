@@ -43,6 +43,8 @@ def bench(
     """Measure speed, memory and loading at each precision."""
     if against not in (None, "llama.cpp"):
         raise OtaroError(f"there is nothing called {against} to measure against: only llama.cpp")
+    if against is not None and device != "cpu":
+        raise OtaroError("llama.cpp is measured on the CPU: leave --device or --against out")
     from otaro import checkpoint
     from otaro.bench.measure import measure
     from otaro.engine.architecture import UnsupportedError

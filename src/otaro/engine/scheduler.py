@@ -2,7 +2,8 @@
 
 A step is one native call: the next token of every text, and up to `prompt_tokens` tokens of prompts that are still
 being read, so that a long prompt does not keep the others waiting. Rows of one width share a reading of the weights,
-which is why eight texts take far less time than eight times one. Each text is the same to the bit as if it ran alone.
+which is why eight texts take far less time than eight times one. Each text is, on a CPU, the same to the bit as if it
+ran alone; docs/gpu.md says how far it is on a GPU.
 
 A prompt that begins like a text that runs, or like one of the last that ended, takes the keys and values of the
 beginning from there, if they were computed at the widths that it would use itself.
@@ -176,7 +177,7 @@ class Scheduler:
         self.engine = engine
         self._most = whole("most_sequences", most_sequences, 1, MOST_SEQUENCES)
         usual, alone = engine.prompt_pieces
-        self._prompt_tokens = whole("prompt_tokens", prompt_tokens or usual, 1, MOST_CONTEXT)
+        self._prompt_tokens = whole("prompt_tokens", usual if prompt_tokens is None else prompt_tokens, 1, MOST_CONTEXT)
         self._alone_tokens = max(self._prompt_tokens, alone)
         self._most_kept = whole("kept", kept, 0, MOST_SEQUENCES)
         self._lock = threading.Lock()  # of what follows, up to the next remark

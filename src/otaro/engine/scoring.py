@@ -12,9 +12,6 @@ from otaro.engine.native import Logits
 from otaro.engine.numbers import token_ids
 from otaro.precision import Precision
 
-PART = 32
-"""Tokens whose logits are held at a time; others have their turn in between."""
-
 Score = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a token, and the likeliest tokens in its place with theirs."""
 
@@ -33,10 +30,10 @@ def scores(
     engine.check_widths(precision, None)
     work, session = engine.for_scoring(len(ids))
     found: list[Score] = []
-    for first in range(0, len(ids) - 1, PART):
+    for first in range(0, len(ids) - 1, work.scored_tokens):
         if ended():
             return None
-        part = ids[first : min(first + PART, len(ids) - 1)]
+        part = ids[first : min(first + work.scored_tokens, len(ids) - 1)]
         with engine.running:
             _, widths = engine.widths_now(precision)
             rows = work.logits(session, part, first, widths, threads=engine.threads, rows=len(part))

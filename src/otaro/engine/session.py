@@ -169,6 +169,8 @@ class AnyWork(Protocol):
     """Prompt tokens in a step in which texts wait for their next token."""
     alone_tokens: int
     """Prompt tokens in a step in which none does."""
+    scored_tokens: int
+    """Tokens whose logits are held at a time where a text is scored; others have their turn in between."""
 
     @property
     def nbytes(self) -> int: ...
@@ -199,7 +201,7 @@ class Work:
     With `fine` every product takes its activations in 16 bits, for measuring.
     """
 
-    prefill_tokens, prompt_tokens, alone_tokens = 256, 64, 128
+    prefill_tokens, prompt_tokens, alone_tokens, scored_tokens = 256, 64, 128, 32
 
     def __init__(self, model: Model, *, fine: bool = False, isa: str | None = None) -> None:
         self._model = model

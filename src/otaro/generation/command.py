@@ -243,8 +243,15 @@ def _request(
 
 def _counted(device: str) -> str:
     """The device whose memory can be limited."""
+    import torch
+
+    from otaro.engine.cuda.launches import check_name
+
+    check_name(device)
     if device not in ("auto", "cpu"):
         raise OtaroError("--memory counts the memory of the CPU: leave --device out, or choose a --precision that fits")
+    if device == "auto" and torch.cuda.is_available():
+        note("otaro: --memory counts the memory of the CPU, so the CPU is used")
     return "cpu"
 
 

@@ -98,7 +98,7 @@ def open_runner(
     """
     if backend not in ("auto", "native", "transformers"):
         raise OtaroError(f"there is no backend {backend}: choose auto, native or transformers")
-    place = choose(device)
+    place = choose(device, engine=backend != "transformers")
     if place == CUDA:
         remark(f"{folder} runs on {describe(place)}; --device cpu uses the CPU")
 

@@ -45,7 +45,7 @@ def states(model: DeviceModel, rows: Rows, widths: bytes, prompt: Prompt | None 
             mixed = plain.attend_prompt(model, layer, number, query, prompt.session, prompt.position)
         delta = layer.output.multiply(mixed, width)
         normed = fused.norm(x, delta, layer.feed_forward_norm, shape.norm_epsilon, dtype)
-        delta = _feed_forward(layer, normed, width, shape, prompt is not None)
+        delta = _feed_forward(layer, normed, width, shape, None if prompt is not None else rows.positions >= 0)
     return fused.norm(x, delta, model.final_norm, shape.norm_epsilon, head_dtype(model))
 
 
@@ -54,22 +54,26 @@ def head_dtype(model: DeviceModel) -> torch.dtype:
     return torch.float16 if model.dtype == torch.bfloat16 and model.device.type == "cuda" else model.dtype
 
 
-def _feed_forward(layer: Layer, x: Tensor, width: int, shape: Shape, many: bool) -> Tensor:
+def _feed_forward(layer: Layer, x: Tensor, width: int, shape: Shape, present: Tensor | None) -> Tensor:
+    """`present` says which rows of a batch are there; a prompt has none."""
     if isinstance(layer.feed_forward, Experts):
-        return _experts(layer.feed_forward, x, width, shape, many)
+        return _experts(layer.feed_forward, x, width, shape, present)
     gate_up, down = layer.feed_forward
-    inner = None if many else gate_up.gated(x, width)
+    inner = None if present is None else gate_up.gated(x, width)
     if inner is None:
         inner = fused.swiglu(gate_up.multiply(x, width), shape.intermediate, gate_up.starts[1])
     return down.multiply(inner, width)
 
 
-def _experts(experts: Experts, x: Tensor, width: int, shape: Shape, many: bool) -> Tensor:
+def _experts(experts: Experts, x: Tensor, width: int, shape: Shape, present: Tensor | None) -> Tensor:
     """Each row through the experts that the router chooses for it, whose weights alone are read where that is less."""
     odds = torch.softmax(x.float() @ experts.router.T, -1)
     share, chosen = odds.topk(shape.experts_per_token, -1)
     if shape.experts_normalized:
         share = share / share.sum(-1, keepdim=True)
+    many = present is None
+    if present is not None:
+        chosen = torch.where(present[:, None], chosen, 0)  # rows that are not there choose nothing
     if not many and chosen.numel() <= shape.experts:
         weight = _expert_rows(experts.gate_up, chosen, 2 * shape.expert_intermediate, width, x.dtype)
         inner = _gated((weight @ x[:, None, :, None])[..., 0])
@@ -89,7 +93,7 @@ def _experts(experts: Experts, x: Tensor, width: int, shape: Shape, many: bool) 
         weight = _expert_rows(experts.down, one, shape.hidden, width, x.dtype)[0]
         outer = functional.linear(inner, weight).float()
         if picked is None:
-            result += outer * own[:, None]
+            result += torch.where(own[:, None] != 0, outer * own[:, None], 0.0)  # infinity times 0 is NaN
         else:
             result[picked] += outer * own[picked, None]
     return result.to(x.dtype)

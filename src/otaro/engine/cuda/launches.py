@@ -12,7 +12,7 @@ from otaro.ops.cuda import compiler
 
 CUDA, PLAIN = "cuda", "plain"
 """Devices by name; the second is the code of the first in plain torch on a CPU, for tests."""
-OVERLAP_VARIABLE = "OTARO_OVERLAP"
+OVERLAP_VARIABLE, GRAPHS_VARIABLE = "OTARO_OVERLAP", "OTARO_GRAPHS"
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -32,6 +32,11 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def captures(device: torch.device) -> bool:
+    """Whether launches are captured as graphs (``OTARO_GRAPHS=0``: never)."""
+    return device.type == "cuda" and os.environ.get(GRAPHS_VARIABLE) != "0"
+
+
 def unusable() -> str | None:
     """Why no GPU of this machine can run the engine; None if one can."""
     if not torch.cuda.is_available():
@@ -43,15 +48,22 @@ def unusable() -> str | None:
     return compiler.available(torch.device("cuda", torch.cuda.current_device()))
 
 
-def choose(device: str) -> str:
-    """The device that a name such as "auto" stands for; asked for a GPU where there is none, it is an error."""
+def check_name(device: str) -> None:
     if device not in ("auto", "cpu", CUDA, PLAIN):
-        raise OtaroError(f"there is no device {device}: choose auto, cpu or cuda")
+        raise OtaroError(f"there is no device '{device}': choose auto, cpu or cuda")
+
+
+def choose(device: str, *, engine: bool = True) -> str:
+    """The device that a name such as "auto" stands for; asked for a GPU where there is none, it is an error.
+
+    Without the `engine` any GPU will do that torch has.
+    """
+    check_name(device)
     if device in ("cpu", PLAIN):
         return device
-    reason = unusable()
+    reason = unusable() if engine or not torch.cuda.is_available() else None
     if device == CUDA and reason is not None:
-        raise OtaroError(f"the engine cannot run on a GPU: {reason}; choose the device cpu")
+        raise OtaroError(f"the model cannot run on a GPU: {reason}; choose the device cpu")
     return CUDA if reason is None else "cpu"
 
 

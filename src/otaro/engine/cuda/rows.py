@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from otaro.engine.cuda.model import DeviceModel
+from otaro.engine.native import NO_MEMORY_CODE, check
 from otaro.engine.session import AnySession
 from otaro.precision import NARROWEST, Precision
 
@@ -82,8 +83,8 @@ class DeviceSession(AnySession):
 
     def expect(self, length: int) -> None:
         """Take all the memory that a text of that length needs at once, or give back what is far beyond it."""
-        super().expect(length)
         with suppress(torch.OutOfMemoryError):  # it may end before all of it is needed
+            super().expect(length)
             self.reserve(length)
 
     def reserve(self, length: int) -> None:
@@ -91,6 +92,13 @@ class DeviceSession(AnySession):
         if length > self.capacity:
             grown = length if self.capacity == 0 else max(length, min(2 * self.capacity, self.context))
             self._move(_rounded(grown))
+
+    def claim(self, length: int) -> None:
+        """`reserve`, or an error in a sentence."""
+        try:
+            self.reserve(length)
+        except torch.OutOfMemoryError:
+            check(NO_MEMORY_CODE)
 
     def _move(self, capacity: int) -> None:
         old, kept = self.cache, min(self.length, capacity)
@@ -105,7 +113,7 @@ class DeviceSession(AnySession):
             self._move(_rounded(length))
 
     def _copy(self, other: DeviceSession, length: int) -> None:
-        self.reserve(length)
+        self.claim(length)
         self.cache[:, :, :, :length] = other.cache[:, :, :, :length]
         self.tokens[:length] = other.tokens[:length]
         self.mark = next(_marks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -83,8 +84,7 @@ class DeviceWeights(AnyWeights):
         if self._dtype is None:
             named = self.folder.config.get("dtype") or self.folder.config.get("torch_dtype")
             self._dtype = DTYPES.get(str(named), torch.float16) if self._device.type == "cuda" else torch.float32
-        if self._device.type == "cuda":
-            check_memory(self.folder, self.loaded, torch.cuda.mem_get_info(self._device)[0])
+        check_memory(self.folder, self.loaded, free_bytes(self._device))
         names = {place: name for name in self._shapes if (place := matrix_place(name)) is not None}
         for layer in range(self._shape.layers):
             for roles in _FUSED:
@@ -97,11 +97,16 @@ class DeviceWeights(AnyWeights):
 
     def _add_matrix(self, names: list[str], places: list[tuple[int, MatrixRole]]) -> None:
         shapes, gates = [self._shapes[name] for name in names], places[0][1] == _R.GATE
+        if len({self._floors[name] for name in names}) > 1:
+            raise UnsupportedError(f"{' and '.join(names)} have different narrowest precisions, which GPUs do not run")
         whole = PackedMatrix(shapes, self.folder.format, self._device, gates=gates)
         for name, place, part in zip(names, places, whole.parts, strict=True):
             self._parts[name], self._whole[place] = part, whole
 
     def _arena(self, above: Precision | None, width: Precision) -> Arena:
+        return Arena(self._arena_bytes(above, width), self._device)
+
+    def _arena_bytes(self, above: Precision | None, width: Precision) -> int:
         size = 0
         for name, floor in self._floors.items():
             part = self._parts[name]
@@ -111,7 +116,7 @@ class DeviceWeights(AnyWeights):
             if above is None:
                 planes += [BITS[bit] for bit in range(NARROWEST.mantissa + 1, floor.mantissa + 1)]
             size += sum(arena_bytes(_product(part.whole.plane_shape(plane))) for plane in planes)
-        return Arena(size, self._device)
+        return size
 
     def _new_matrix(self, name: str, planes: Planes, arena: Arena) -> Part:
         part = self._parts[name]
@@ -134,9 +139,19 @@ class DeviceWeights(AnyWeights):
         lock: AbstractContextManager[Any] = nullcontext(),
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        super().add(width, lock, wanted)
-        with lock:
-            _settle(self._device)
+        needed, free = self._arena_bytes(Precision.from_mantissa(width.mantissa - 1), width), free_bytes(self._device)
+        try:
+            if needed > free:
+                raise torch.OutOfMemoryError
+            super().add(width, lock, wanted)
+        except torch.OutOfMemoryError as error:
+            raise OtaroError(
+                f"{width} takes {needed / 1e9:.1f} GB more of the GPU's memory, of which {free / 1e9:.1f} GB are free: "
+                f"{self.loaded} stays in use"
+            ) from error
+        finally:
+            with lock:
+                _settle(self._device)
 
     def drop_to(self, precision: Precision) -> None:
         super().drop_to(precision)
@@ -198,7 +213,15 @@ def device_bytes(folder: PackedFolder, precision: Precision) -> int:
     )
 
 
-def check_memory(folder: PackedFolder, precision: Precision, free: int) -> None:
+def free_bytes(device: torch.device) -> float:
+    """Bytes of a GPU's memory that can be had; without end on a CPU."""
+    if device.type != "cuda":
+        return math.inf
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + kept)
+
+
+def check_memory(folder: PackedFolder, precision: Precision, free: float) -> None:
     """An error if a width, and what running takes besides, has no room in so many bytes; it says which would."""
     needed = {width: device_bytes(folder, width) + RESERVE for width in (precision, *folder.precisions)}
     if needed[precision] > free:

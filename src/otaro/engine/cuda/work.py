@@ -25,6 +25,7 @@ from otaro.engine.cuda import fused, picking
 from otaro.engine.cuda.ahead import Ahead
 from otaro.engine.cuda.forward import Prompt, states
 from otaro.engine.cuda.fused import KEYS
+from otaro.engine.cuda.launches import captures
 from otaro.engine.cuda.model import DeviceModel
 from otaro.engine.cuda.rows import CacheLayout, DeviceSession, Rows
 from otaro.engine.native import NO_MEMORY_CODE, NOT_FINITE_CODE, Logits
@@ -76,12 +77,12 @@ class Captured:
 class DeviceWork:
     """What running a model on a device takes besides keys and values. One call at a time."""
 
-    prefill_tokens, prompt_tokens, alone_tokens = 2048, 512, 2048
+    prefill_tokens, prompt_tokens, alone_tokens, scored_tokens = 2048, 512, 2048, 256
 
     def __init__(self, model: DeviceModel, *, graphs: bool = True) -> None:
         self._model = model
         self._device = model.device
-        self._graphs = graphs and self._device.type == "cuda"
+        self._graphs = graphs and captures(self._device)
         self._captured: dict[Kind, Captured] = {}
         self._pool: Any = None
         self._graph_bytes = 0
@@ -100,7 +101,16 @@ class DeviceWork:
         return self._graph_bytes
 
     def run(self, steps: Sequence[Step], *, threads: int = 1) -> None:
-        """Run all of them; what came of each is in it afterwards."""
+        """Run all of them; what came of each is in it afterwards. Where it is an error, no text is any longer."""
+        try:
+            self._run(steps)
+        except BaseException:
+            for step in steps:
+                step.session.length = min(step.session.length, step.position)
+            self._ahead.forget()
+            raise
+
+    def _run(self, steps: Sequence[Step]) -> None:
         groups: dict[tuple[bytes, CacheLayout], list[Step]] = {}
         for step in steps:
             session: DeviceSession = step.session
@@ -185,7 +195,7 @@ class DeviceWork:
         launch = goes_on and fits and within and ahead.worth and kind in self._captured
         if launch:
             captured = self._captured[kind]
-            captured.inputs[_TOKEN] = captured.outcome.picked
+            captured.inputs[_TOKEN] = outcome.picked  # not the graph's own, which has not run if it is new
             captured.inputs[_POSITION] += captured.inputs[_POSITION] >= 0
             captured.graph.replay()
         if there is not None:
@@ -205,15 +215,27 @@ class DeviceWork:
         inputs = host.to(self._device)
         outcome = self._forward(inputs, kind, sessions)
         if self._graphs:
-            self._capture(kind, inputs)
+            self._try_to_capture(kind, inputs)
         return outcome
 
+    def _try_to_capture(self, kind: Kind, inputs: Tensor) -> None:
+        """Capture a graph; where memory is short all go, and the next step tries again."""
+        try:
+            self._capture(kind, inputs)
+        except RuntimeError as error:  # the end of what was not captured may be a further one
+            if not any(isinstance(cause, torch.OutOfMemoryError) for cause in (error, error.__context__)):
+                raise
+            self._forget_graphs()
+
     def _make_room(self) -> None:
-        """Forget graphs that read planes which have gone, and the oldest where there are many."""
-        for other in [other for other in self._captured if other.stamp != self._model.stamp(other.widths)]:
-            del self._captured[other]
-        if len(self._captured) >= MOST_GRAPHS:
-            del self._captured[next(iter(self._captured))]
+        """Forget graphs where one reads planes which have gone, or where there are many: all, as they share memory."""
+        stale = any(other.stamp != self._model.stamp(other.widths) for other in self._captured)
+        if stale or len(self._captured) >= MOST_GRAPHS:
+            self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        self._captured.clear()
+        self._pool, self._graph_bytes = None, 0
 
     def _capture(self, kind: Kind, inputs: Tensor) -> None:
         self._make_room()
@@ -221,9 +243,13 @@ class DeviceWork:
             self._pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_allocated(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may take memory meanwhile, for texts that are about to begin.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outcome = self._forward(inputs, kind, [None] * kind.size)
+        stream = torch.cuda.current_stream(self._device)
+        try:
+            # Other threads may take memory meanwhile, for texts that are about to begin.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outcome = self._forward(inputs, kind, [None] * kind.size)
+        finally:
+            torch.cuda.set_stream(stream)
         self._captured[kind] = Captured(graph, inputs, outcome)
         self._graph_bytes += max(0, torch.cuda.memory_allocated(self._device) - before)
 
@@ -264,10 +290,10 @@ class DeviceWork:
             )
             hidden = states(self._model, rows, step.widths, Prompt(session, position))
             wanted = min(many, start + many - (count - step.rows))
-            for part in hidden[many - max(wanted, 0) :].split(HEAD_ROWS):
+            for part in hidden[many - wanted :].split(HEAD_ROWS) if wanted > 0 else ():
                 logits = self._model.head.multiply(part, step.widths[-1])
                 found.append(logits if step.sampling is not None else logits.float().cpu())
-        self._answer(step, torch.cat(found), None)
+        self._answer(step, torch.cat(found) if found else torch.empty(0), None)
 
     def _answer(self, step: Step, logits: Tensor, picked: list[int] | None) -> None:
         """Tokens, up to the first that is not the one run after it, or the logits themselves."""
@@ -346,7 +372,7 @@ class DeviceWork:
         whole("the number of drafts", most, 1, MOST_CONTEXT)
         session.checked([token], position, most)
         session.length = min(session.length, position)
-        session.reserve(position + most)
+        session.claim(position + most)
         self._ahead.forget()
         drafts: list[int] = []
         fields = self._fields[1][:, 0]

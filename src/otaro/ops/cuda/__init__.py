@@ -82,6 +82,8 @@ def multiply(
     if not _multiplies(x, fragments, precision):
         return None
     y = x.new_empty((x.shape[0], gated or fragments.rows))
+    if x.data_ptr() % 8:
+        x = x.clone()
     _launch(x, fragments, bias, y, overlap=overlap, gated=gated)
     return y
 
