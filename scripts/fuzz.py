@@ -37,6 +37,7 @@ from unittest import mock
 
 from fuzzing.models import copy_model, make_models
 from fuzzing.rounds import KINDS, choose_kind, one_round
+from fuzzing.spoil import clock
 
 SECONDS = 5.0
 MEMORY = 500_000_000
@@ -68,12 +69,13 @@ class Measure:
 
     def begin(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-        self._before = os.times()
+        self._before, self._spoiling = os.times(), clock.seconds
 
     def broken(self) -> str | None:
         """What a round took too much of."""
         used = [now - before for now, before in zip(os.times()[:4], self._before[:4], strict=True)]
-        seconds, memory = sum(used), self._resident("VmHWM:") - self._start
+        seconds = sum(used) - (clock.seconds - self._spoiling)
+        memory = self._resident("VmHWM:") - self._start
         if seconds > SECONDS * (4 if sanitized() else 1):
             return f"BROKE slow: {seconds:.1f} s"
         if memory > MEMORY * (4 if sanitized() else 1):
