@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+
 class Clock:
     """Processor time that went into spoiling files, which nobody else has to answer for."""
 
@@ -21,6 +22,13 @@ class Clock:
 
 
 clock = Clock()
+
+
+def forget_peak() -> None:
+    """Let the most memory that this process had begin anew with what it has."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 ODD: tuple[Any, ...] = (
     *(0, 1, 2, 3, -1, -(2**31), 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63, 10**9, 10**30, 10**4000),
     *(0.0, 0.5, -1.5, 1e-45, 1e38, 1e308, math.nan, math.inf, -math.inf),
@@ -440,6 +448,7 @@ def spoil_file(path: Path, chance: random.Random) -> None:
         _spoil_file(path, chance)
     finally:
         clock.seconds += time.process_time() - begun
+        forget_peak()
 
 
 def _spoil_file(path: Path, chance: random.Random) -> None:
@@ -491,6 +500,8 @@ def add_file(folder: Path, chance: random.Random) -> None:
     """A file that libraries may look for, or a pipe or a device in the place of one."""
     name = chance.choice(("adapter_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja"))
     path = folder / name
+    if path.is_dir():
+        path.rmdir()
     path.unlink(missing_ok=True)
     ways: tuple[Callable[[], Any], ...] = (
         lambda: path.write_text(json.dumps(chance.choice(ODD))),
