@@ -23,10 +23,8 @@ class Clock:
 
 clock = Clock()
 
-
-def forget_peak() -> None:
-    """Let the most memory that this process had begin anew with what it has."""
-    Path("/proc/self/clear_refs").write_text("5")
+LARGEST = 16 << 20
+"""Characters of JSON: steps within steps, each five hundred times, would fill any disk."""
 
 
 ODD: tuple[Any, ...] = (
@@ -53,6 +51,17 @@ ODD: tuple[Any, ...] = (
 )
 
 
+def written(value: Any) -> str:
+    """As JSON, unless that grows beyond all measure."""
+    parts, length = [], 0
+    for part in json.JSONEncoder().iterencode(value):
+        parts.append(part)
+        length += len(part)
+        if length > LARGEST:
+            raise ValueError("too large")
+    return "".join(parts)
+
+
 def spoil_value(value: Any, chance: random.Random) -> Any:
     """The same JSON with one thing in it replaced, taken away, doubled or moved by a little."""
     if isinstance(value, dict) and value and chance.random() < 0.9:
@@ -72,7 +81,7 @@ def spoil_value(value: Any, chance: random.Random) -> Any:
             return value * chance.choice((2, 100))
         return [spoil_value(entry, chance) if i == place else entry for i, entry in enumerate(value)]
     if isinstance(value, str) and value[:2] in ('{"', "[[") and chance.random() < 0.9:  # JSON in metadata
-        return json.dumps(spoil_value(json.loads(value), chance))
+        return written(spoil_value(json.loads(value), chance))
     if type(value) is int and chance.random() < 0.6:
         return chance.choice((value + 1, value - 1, 2 * value, value // 2, -value, value << 32, value + 2**32))
     return chance.choice(ODD)
@@ -119,7 +128,7 @@ def spoil_safetensors(data: bytes, chance: random.Random) -> bytes:
         header[one], header[two] = header[two], header[one]
     else:
         header = spoil_value(header, chance)
-    text = json.dumps(header).encode()
+    text = written(header).encode()
     said = len(text) if chance.random() < 0.9 else chance.choice((0, 1, len(text) - 1, len(text) + 1, 2**63, 10**8))
     return said.to_bytes(8, "little") + text + data[8 + length :]
 
@@ -448,7 +457,6 @@ def spoil_file(path: Path, chance: random.Random) -> None:
         _spoil_file(path, chance)
     finally:
         clock.seconds += time.process_time() - begun
-        forget_peak()
 
 
 def _spoil_file(path: Path, chance: random.Random) -> None:
@@ -481,7 +489,7 @@ def _spoil_file(path: Path, chance: random.Random) -> None:
             "config.json": spoil_config,
         }
         spoil = ways.get(path.name, spoil_value)
-        path.write_text(json.dumps(spoil(json.loads(data), chance)))
+        path.write_text(written(spoil(json.loads(data), chance)))
 
 
 def spoil_folder(folder: Path, chance: random.Random, often: tuple[str, ...]) -> None:
