@@ -24,7 +24,7 @@ struct Avx2Dot : Avx2 {
 
     static B load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static void store_bytes(uint8_t* p, B a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
-    static void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+    static inline __attribute__((always_inline)) void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
     // Words are shifted, as there are no shifts of bytes; the mask takes away what came from the other byte.
     template <int kShift> static B shift(B a) {

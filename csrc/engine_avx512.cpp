@@ -23,7 +23,7 @@ struct Avx512Dot : Avx512 {
 
     static B load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static void store_bytes(uint8_t* p, B a) { _mm512_storeu_si512(p, a); }
-    static void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+    static inline __attribute__((always_inline)) void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
     // Words are shifted, as there are no shifts of bytes; the mask takes away what came from the other byte.
     template <int kShift> static B shift(B a) {

@@ -24,7 +24,7 @@ struct NeonDot : Neon {
 
     static B load_bytes(const uint8_t* p) { return vld1q_u8(p); }
     static void store_bytes(uint8_t* p, B a) { vst1q_u8(p, a); }
-    static void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
+    static inline __attribute__((always_inline)) void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 
     template <int kShift> static B shift(B a) {
         if constexpr (kShift > 0) return vshrq_n_u8(a, kShift);
