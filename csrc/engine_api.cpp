@@ -22,10 +22,11 @@ class Workspace {
         : coarse_(allocate<int8_t>(batch * padded_columns(tiles))),
           fine_(allocate<int8_t>(fine ? batch * padded_columns(tiles) : 0)),
           words_(allocate<int16_t>(fine ? batch * padded_columns(tiles) : 0)),
-          scale_(allocate<float>(batch * tiles.blocks)), offset_(allocate<float>(batch * tiles.blocks)) {
+          scale_(allocate<float>(batch * scale_stride(tiles.blocks))),
+          offset_(allocate<float>(batch * scale_stride(tiles.blocks))) {
         for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(product_scratch(tiles)));
         x_ = {coarse_.get(), fine ? fine_.get() : nullptr, words_.get(), scale_.get(),
-              offset_.get(), padded_columns(tiles),        tiles.blocks};
+              offset_.get(), padded_columns(tiles),        tiles.blocks, scale_stride(tiles.blocks)};
     }
     const Activations& x() const { return x_; }
     uint8_t* scratch(int worker) const { return scratch_[static_cast<size_t>(worker)].get(); }

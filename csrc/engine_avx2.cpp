@@ -24,7 +24,15 @@ struct Avx2Dot : Avx2 {
 
     static B load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static void store_bytes(uint8_t* p, B a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
-    static inline __attribute__((always_inline)) void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+    static void store_low(int8_t* p, I a) {
+        const I order = _mm256_set1_epi32(0x0c080400);
+        const I low = _mm256_shuffle_epi8(a, order);
+        const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), both);
+    }
+    static inline __attribute__((always_inline)) void prefetch(const uint8_t* p) {
+        _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+    }
 
     // Words are shifted, as there are no shifts of bytes; the mask takes away what came from the other byte.
     template <int kShift> static B shift(B a) {
@@ -55,6 +63,11 @@ struct Avx2Dot : Avx2 {
     template <int kHalf> static B words(B top, B low) {
         const B doubled = _mm256_and_si256(shift<kHalf == 0 ? -1 : 7>(top), _mm256_set1_epi16(0x1fe));
         return _mm256_or_si256(doubled, words<kHalf>(low));
+    }
+    static void store_words(int16_t* p, I a) {
+        const I mixed = _mm256_shuffle_epi8(a, _mm256_set1_epi64x(0x0d0c050409080100));
+        const __m128i both = _mm_unpacklo_epi64(_mm256_castsi256_si128(mixed), _mm256_extracti128_si256(mixed, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), both);
     }
     static I dot_words(I sum, B words, B x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(words, x)); }
 

@@ -23,7 +23,10 @@ struct Avx512Dot : Avx512 {
 
     static B load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static void store_bytes(uint8_t* p, B a) { _mm512_storeu_si512(p, a); }
-    static inline __attribute__((always_inline)) void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+    static void store_low(int8_t* p, I a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a)); }
+    static inline __attribute__((always_inline)) void prefetch(const uint8_t* p) {
+        _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+    }
 
     // Words are shifted, as there are no shifts of bytes; the mask takes away what came from the other byte.
     template <int kShift> static B shift(B a) {
@@ -56,6 +59,10 @@ struct Avx512Dot : Avx512 {
         constexpr int kSelect = 0xca; // first ? second : third
         return _mm512_ternarylogic_epi32(_mm512_set1_epi16(0x1fe), shift<kHalf == 0 ? -1 : 7>(top),
                                          shift<kHalf == 0 ? 0 : 8>(low), kSelect);
+    }
+    static void store_words(int16_t* p, I a) {
+        const I mixed = _mm512_shuffle_epi32(a, _MM_PERM_DBCA);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(mixed));
     }
     static I dot_words(I sum, B words, B x) { return _mm512_dpwssd_epi32(sum, words, x); }
 

@@ -26,8 +26,12 @@ struct Activations {
     float* scale;    // one a block, step_constant included
     float* offset;   // scale * bias * sum of x, one a block
     int64_t columns; // bytes from one row of activations to the next
-    int64_t blocks;  // scales and offsets from one row to the next
+    int64_t blocks;
+    int64_t stride; // scales and offsets from one row to the next
 };
+
+// Rows are quantised by several threads at once: none writes to a line of the cache that another one writes to.
+static inline int64_t scale_stride(int64_t blocks) { return (blocks + 15) / 16 * 16; }
 
 struct Product {
     const Tiles* weight;

@@ -24,6 +24,11 @@ struct NeonDot : Neon {
 
     static B load_bytes(const uint8_t* p) { return vld1q_u8(p); }
     static void store_bytes(uint8_t* p, B a) { vst1q_u8(p, a); }
+    static void store_low(int8_t* p, I a) {
+        const int16x4_t words = vmovn_s32(a);
+        const int32x2_t low = vreinterpret_s32_s8(vmovn_s16(vcombine_s16(words, words)));
+        memcpy(p, &low, sizeof(int32_t));
+    }
     static inline __attribute__((always_inline)) void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 
     template <int kShift> static B shift(B a) {

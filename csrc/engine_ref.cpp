@@ -26,7 +26,7 @@ void multiply_ref(const Product& product, int64_t first, int64_t last, uint8_t*)
                     total += tile_code(tiles, row, k, product.mantissa) * activation;
                 }
                 const float scale = scale_float(tile_scale(tiles, row, block * kBlockColumns));
-                const int64_t entry = b * x.blocks + block;
+                const int64_t entry = b * x.stride + block;
                 sum = std::fma(scale, std::fma(static_cast<float>(total), x.scale[entry], x.offset[entry]), sum);
             }
             if (product.bias != nullptr) sum += product.bias[row];
@@ -60,8 +60,8 @@ void quantize_ref(const float* x, int64_t length, int mantissa, const Activation
             }
         }
         const float scale = unit * step_constant(mantissa);
-        to.scale[row * to.blocks + block] = scale;
-        to.offset[row * to.blocks + block] = scale * (nested_bias(mantissa) * static_cast<float>(sum));
+        to.scale[row * to.stride + block] = scale;
+        to.offset[row * to.stride + block] = scale * (nested_bias(mantissa) * static_cast<float>(sum));
     }
 }
 

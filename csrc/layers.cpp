@@ -20,8 +20,11 @@ int64_t tile_grain(const Tiles& tiles, int64_t all_tiles, int64_t rows, int thre
     return round_up(std::max<int64_t>(1, kRangeBytes / (tiles.blocks * kBaseBytes)), multiple);
 }
 
-// Rows of activations in a range, for work of `length` floats a row: all of them where that is little.
-int64_t row_grain(int64_t count, int64_t length) { return count * length < kSmallWork ? count : 1; }
+// Rows of activations in a range, for work of `length` floats a row: all of them where that is little, else two ranges for
+// each thread.
+int64_t row_grain(int64_t count, int64_t length, int threads) {
+    return count * length < kSmallWork ? count : std::max<int64_t>(1, count / (2 * threads));
+}
 
 } // namespace
 
@@ -34,19 +37,21 @@ bool Work::fine(int role, int mantissa) const {
 
 Activations Work::activations(const Matrix& matrix, bool fine, int64_t row) const {
     const int64_t columns = padded_columns(matrix.tiles()), blocks = matrix.tiles().blocks;
+    const int64_t stride = scale_stride(blocks);
     return {quantized_.coarse.get() + row * columns,
             fine ? quantized_.fine.get() + row * columns : nullptr,
             quantized_.words.get() + row * columns,
-            quantized_.scale.get() + row * blocks,
-            quantized_.offset.get() + row * blocks,
+            quantized_.scale.get() + row * stride,
+            quantized_.offset.get() + row * stride,
             columns,
-            blocks};
+            blocks,
+            stride};
 }
 
 void Work::embed(Team& team) {
     const Matrix& embedding = *model_.whole.matrices[OTARO_EMBEDDING];
     const int64_t half = model_.head_dimension / 2;
-    team.run(rows_, row_grain(rows_, 4 * model_.hidden), [&](int, int64_t first, int64_t last) {
+    team.run(rows_, row_grain(rows_, 4 * model_.hidden, team.threads()), [&](int, int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) {
             const Part& part = parts_[static_cast<size_t>(part_of_[row])];
             const int64_t number = row - part.first, angles = (part.origin + number) * half;
@@ -68,7 +73,7 @@ void Work::quantize_for(const Matrix& matrix, int role) {
 
 // Every row of `length` floats that `prepare(row)` gives, quantised for its group's width; `cost` floats of work a row.
 template <class Prepare> void Work::quantize(Team& team, int64_t length, int64_t cost, const Prepare& prepare) {
-    team.run(rows_, row_grain(rows_, cost), [&](int, int64_t first, int64_t last) {
+    team.run(rows_, row_grain(rows_, cost, team.threads()), [&](int, int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) {
             const Group& group = groups_[static_cast<size_t>(group_of_[row])];
             kernels_.quantize(prepare(row), length, group.mantissa, group.x, row - group.first);
@@ -145,7 +150,7 @@ void Work::attention(Team& team, const Layer& layer, size_t index) {
         kernels_.rotate(heads, number, static_cast<int>(dimension), cosine_.get() + angles * half,
                         sine_.get() + angles * half);
     };
-    team.run(rows_, row_grain(rows_, query_stride + key_stride), [&](int, int64_t first, int64_t last) {
+    team.run(rows_, row_grain(rows_, query_stride + key_stride, team.threads()), [&](int, int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) {
             const Part& part = parts_[static_cast<size_t>(part_of_[row])];
             const int64_t number = row - part.first;
@@ -221,7 +226,7 @@ void Work::head(Team& team, int mantissa, int64_t rows, float* logits, int64_t s
     tiles.rows = rows;
     tiles.tiles = (rows + kTileRows - 1) / kTileRows;
     const Activations x = activations(matrix, fine(OTARO_HEAD, mantissa), 0);
-    team.run(count, row_grain(count, model_.hidden), [&](int, int64_t first, int64_t last) {
+    team.run(count, row_grain(count, model_.hidden, team.threads()), [&](int, int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) {
             float* const normed = normed_.get() + row * model_.hidden;
             kernels_.normalize(x_.get() + sources_[static_cast<size_t>(row)] * model_.hidden,

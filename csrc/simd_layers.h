@@ -78,7 +78,6 @@ void quantize_activations(const float* x, int64_t length, int mantissa, const Ac
     const bool fine = to.fine != nullptr;
     const float most = fine ? 127.0f * 256 : 127.0f;
     const float constant = step_constant(mantissa), bias = nested_bias(mantissa);
-    int8_t* const coarse = to.coarse + row * to.columns;
     for (int64_t block = 0; block < to.blocks; ++block) {
         float buffer[kBlockColumns];
         const int64_t start = block * kBlockColumns, rest = length - start;
@@ -91,35 +90,23 @@ void quantize_activations(const float* x, int64_t length, int mantissa, const Ac
             largest = V::maxi(largest, V::bits(V::abs(V::load(values + i))));
         }
         const auto [inverse, unit] = activation_unit(bits_float(static_cast<uint32_t>(V::largest(largest))), most);
-        int32_t whole[kBlockColumns];
-        for (int i = 0; i < kBlockColumns; i += V::kLanes) {
-            V::storei(whole + i, V::round_int(V::mul(V::load(values + i), V::set1(inverse))));
+        typename V::I whole[kBlockColumns / V::kLanes], sum = V::set1i(0);
+        for (int i = 0; i < kBlockColumns / V::kLanes; ++i) {
+            whole[i] = V::round_int(V::mul(V::load(values + i * V::kLanes), V::set1(inverse)));
+            sum = V::addi(sum, whole[i]);
         }
-        uint32_t bits = 0; // unsigned: what is not a number must not overflow
-        for (int i = 0; i < kBlockColumns; ++i) bits += static_cast<uint32_t>(whole[i]);
-        const int32_t sum = static_cast<int32_t>(bits);
-        int8_t* const high = coarse + start;
-        if (fine) {
-            int8_t* const low = to.fine + row * to.columns + start;
-            for (int i = 0; i < kBlockColumns; ++i) {
-                const int32_t top = static_cast<int32_t>(static_cast<uint32_t>(whole[i]) + 128) >> 8;
-                high[i] = static_cast<int8_t>(top);
-                low[i] = static_cast<int8_t>(static_cast<uint32_t>(whole[i]) - static_cast<uint32_t>(top) * 256);
+        for (int i = 0; i < kBlockColumns / V::kLanes; ++i) {
+            const int64_t place = row * to.columns + start + i * V::kLanes;
+            if (fine) {
+                V::store_low(to.coarse + place, V::shift_right(V::addi(whole[i], V::set1i(128)), V::count(8)));
+                V::store_low(to.fine + place, whole[i]);
+                if constexpr (V::kWords) V::store_words(to.words + place, whole[i]);
+            } else {
+                V::store_low(to.coarse + place, whole[i]);
             }
-            if constexpr (V::kWords) {
-                int16_t* const words = to.words + row * to.columns + start;
-                for (int i = 0; i < kBlockColumns; i += kStepColumns) {
-                    words[i] = static_cast<int16_t>(whole[i]);
-                    words[i + 1] = static_cast<int16_t>(whole[i + 2]);
-                    words[i + 2] = static_cast<int16_t>(whole[i + 1]);
-                    words[i + 3] = static_cast<int16_t>(whole[i + 3]);
-                }
-            }
-        } else {
-            for (int i = 0; i < kBlockColumns; ++i) high[i] = static_cast<int8_t>(whole[i]);
         }
-        to.scale[row * to.blocks + block] = unit * constant;
-        to.offset[row * to.blocks + block] = unit * constant * (bias * static_cast<float>(sum));
+        to.scale[row * to.stride + block] = unit * constant;
+        to.offset[row * to.stride + block] = unit * constant * (bias * static_cast<float>(V::sum(sum)));
     }
 }
 

@@ -5,6 +5,7 @@
 //     kCodeBits         the widest code a byte may hold: 8, or 7 where the instructions take it as signed or saturate
 //     kProductBatch     activations multiplied at a time before registers run out
 //     load_bytes, store_bytes
+//     store_low(p, integers)       the lowest byte of each
 //     take<shift, mask>(a)         (a >> shift) & mask of each byte, shift < 0 to the left
 //     put<shift, mask>(a, b)       b | (a >> shift) & mask
 //     four(p)                      the four bytes at p for each row
@@ -14,6 +15,7 @@
 //     words<half>(code), words<half>(top, low)   each row's codes of columns 0 and 2 (half 0) or 1 and 3 (half 1) as
 //                                  words: the byte itself, or the byte and one bit below it
 //     dot_words(sum, words, x)     sum + words * two activations of 16 bits, in each row
+//     store_words(p, integers)     the lower halves of four after four, in the order 0 2 1 3
 //     kTilesAtOnce      unpacked tiles multiplied side by side, so that an activation is loaded once for all of them
 //     tiles_of_one(planes)         tiles multiplied side by side with a single activation: they are read at once
 //     scales(scale)     scale_float of the rows
@@ -162,8 +164,8 @@ void multiply_rows(const Product& product, Steps (&steps)[kTiles], int64_t tile,
     const int8_t* const coarse = x.coarse + row * x.columns;
     const int8_t* const fine = kFine ? x.fine + row * x.columns : nullptr;
     const int16_t* const words = kWords ? x.words + row * x.columns : nullptr;
-    const float* const scale = x.scale + row * x.blocks;
-    const float* const offset = x.offset + row * x.blocks;
+    const float* const scale = x.scale + row * x.stride;
+    const float* const offset = x.offset + row * x.stride;
     const int64_t tile_groups = tiles.groups * kTileRows;
     const uint8_t* scales = tiles.scale + tile * tile_groups + part * kRows;
     F sum[kTiles][kBatch], group_scale[kTiles];
@@ -219,8 +221,8 @@ void multiply_rows(const Product& product, Steps (&steps)[kTiles], int64_t tile,
             });
         });
         for (int b = 0; b < kBatch; ++b) {
-            const F block_scale = V::set1(scale[b * x.blocks + block]);
-            const F block_offset = V::set1(offset[b * x.blocks + block]);
+            const F block_scale = V::set1(scale[b * x.stride + block]);
+            const F block_offset = V::set1(offset[b * x.stride + block]);
             for (size_t t = 0; t < kTiles; ++t) {
                 I total = sums[t][0][0][b];
                 if constexpr (kTwoChains) total = V::addi(total, sums[t][1][0][b]);

@@ -58,8 +58,8 @@ Work::Work(const Model& model, int group_size, const EngineKernels& kernels, boo
     quantized_.coarse = room<int8_t>(kRows * widest);
     quantized_.fine = room<int8_t>(kRows * widest);
     quantized_.words = room<int16_t>(kRows * widest);
-    quantized_.scale = room<float>(kRows * widest / kBlockColumns);
-    quantized_.offset = room<float>(kRows * widest / kBlockColumns);
+    quantized_.scale = room<float>(kRows * scale_stride(widest / kBlockColumns));
+    quantized_.offset = room<float>(kRows * scale_stride(widest / kBlockColumns));
 }
 
 int64_t Work::bytes(const Model& model, int group_size, int64_t context, int cache_mantissa, int threads) {
