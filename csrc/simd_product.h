@@ -49,7 +49,8 @@ template <class V, int kPlanes, bool kWords> struct Split {
 };
 
 // Steps of a tile as they are stored. A step comes in kParts vectors: the top, then the low, or the words of its halves.
-template <class V, int kPlanes, bool kWords> class PackedSteps {
+// kTiles of them are read side by side.
+template <class V, int kPlanes, bool kWords, int kTiles = 1> class PackedSteps {
     using Parts = Split<V, kPlanes, kWords>;
 
   public:
@@ -65,12 +66,12 @@ template <class V, int kPlanes, bool kWords> class PackedSteps {
     inline __attribute__((always_inline)) void start_block() {
         for (int v = 0; v < 4; ++v) {
             vectors_[v] = V::load_bytes(base_ + v * kStepBytes);
-            V::prefetch(base_ + kAhead * kBaseBytes + v * kStepBytes);
+            V::prefetch(base_ + kBaseAhead * kBaseBytes + v * kStepBytes);
         }
         base_ += kBaseBytes;
         for (int p = 0; p < kPlanes; ++p) {
             planes_[p] = V::load_bytes(bits_[p]);
-            V::prefetch(bits_[p] + 2 * kAhead * kPlaneBytes);
+            V::prefetch(bits_[p] + kPlanesAhead * kPlaneBytes);
             bits_[p] += kPlaneBytes;
         }
     }
@@ -109,7 +110,8 @@ template <class V, int kPlanes, bool kWords> class PackedSteps {
         return code;
     }
 
-    static constexpr int kAhead = 32; // blocks of base, into the second-level cache
+    // Blocks, into the second-level cache. With four tiles fewer would be of a neighbour that is being read already.
+    static constexpr int kBaseAhead = kTiles < 4 ? 32 : 64, kPlanesAhead = 64;
     const uint8_t* base_;
     const uint8_t* bits_[kPlanes + 1];
     typename V::B vectors_[4], planes_[kPlanes + 1];
@@ -296,7 +298,7 @@ template <class V, int kPlanes, bool kFine> void multiply_packed(const Product& 
 template <class V, int kPlanes, bool kFine, int kTiles> void multiply_one(const Product& product, int64_t tile) {
     constexpr bool kWords = uses_words<V, kPlanes, kFine, 1>();
     for (int part = 0; part < kStepBytes / V::kBytes; ++part) {
-        PackedSteps<V, kPlanes, kWords> steps[kTiles];
+        PackedSteps<V, kPlanes, kWords, kTiles> steps[kTiles];
         for (int t = 0; t < kTiles; ++t) steps[t] = {*product.weight, tile + t, part};
         multiply_rows<V, kPlanes, kFine, kWords, 1>(product, steps, tile, part, 0);
     }
