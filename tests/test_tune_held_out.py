@@ -144,6 +144,22 @@ def test_a_run_that_gets_no_worse_is_one_without_those_sequences(tmp_path: Path)
         assert torch.equal(watched.model.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("ended, longest", [(0, 1.0), (30, 1.0), (80, 2.0)])
+def test_late_fits_take_longer_steps(
+    ended: int, longest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier can go as far as it could in the usual 0.4 of the run."""
+    steps: list[float] = []
+    monkeypatch.setattr("otaro.tune.trainer.fit", lambda *arguments, **options: steps.append(arguments[4]) or {})
+    run = trainer(tmp_path, Blocks(16), held_back=0.25)
+    run.create_optimizer()
+    run.state.max_steps, run.watch.ended, run.watch.update = 100, ended, ended
+    for run.state.global_step in range(ended, 101):
+        run.fit_tiers()
+    assert len(steps) == (100 - ended if ended else 40)
+    assert max(steps) == steps[0] == pytest.approx(longest * run._fitting_step)
+
+
 def test_no_share(tmp_path: Path) -> None:
     with pytest.raises(OtaroError, match="no share to hold back"):
         arguments(tmp_path, held_back=1.0)

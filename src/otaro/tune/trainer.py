@@ -280,7 +280,10 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         done, updates = self.state.global_step, self.state.max_steps
         window = round((self.args.average or self.args.constants.average) * updates)
         window = max(window, min(updates, self.args.constants.fitting_updates))
+        step = self._fitting_step
         if self.watch.ended:
+            # Where there is less time than usual, steps are longer: a tier can go as far.
+            step *= max(1.0, window / (updates - self.watch.ended))
             window = updates - self.watch.ended
         if not self.tiers or updates - done >= window:
             return {}
@@ -291,7 +294,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 self._batches,
                 self.weights,
                 self.tiers,
-                self._fitting_step * (updates - done + 1) / window,
+                step * (updates - done + 1) / window,
                 context=self.compute_loss_context_manager,
                 processes=self._processes(),
                 kernel=self.compilation.kernel,
