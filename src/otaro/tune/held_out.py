@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 
 from otaro.refresh import Refresher
 from otaro.tune.data import IGNORED
+from otaro.tune.tiers import reshard
 from otaro.tune.update import Batch, without_packing
 
 PASSES = 2
@@ -91,4 +92,5 @@ def mean_loss(
         total.append(cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum"))
         count.append((targets != IGNORED).sum())
     model.train(training)
+    reshard(model)
     return torch.stack(total).sum() / torch.stack(count).sum().clamp(min=1)
