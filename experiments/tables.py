@@ -48,14 +48,14 @@ def perplexity(runs: list[dict[str, Any]], width: str) -> str:
     return f"{statistics.mean(run['perplexity'][width] for run in runs):.2f}"
 
 
-def perplexities(folder: str, rows: Mapping[str, str], *, full: bool = False) -> str:
+def perplexities(folder: str, rows: Mapping[str, str], *, full: bool = False, part: str = "") -> str:
     """A row for each label and run. `fixed` stands for the runs made for one width, each at that width."""
-    runs = read_runs(ROOT / folder / "runs")
+    runs = read_runs(ROOT / folder / "runs" / part)
     columns = [*WIDTHS, *(["full"] if full else [])]
     table: Rows = []
     for label, name in rows.items():
-        if name == "fixed":
-            made = {width: runs.get(f"fixed-{width}") for width in columns}
+        if name in ("fixed", "fixed+averaged"):
+            made = {width: runs.get(name.replace("fixed", f"fixed-{width}")) for width in columns}
             cells = [perplexity(of, width) if of else "" for width, of in made.items()]
         else:
             cells = [perplexity(runs[name], width) for width in columns]
@@ -153,6 +153,11 @@ ALPACA = {
     "**`tiers`**": "tiers",
     "`tiers`, completions only (two seeds)": "tiers+completions",
 }
+REPEATED = {
+    "`fp16`, averaged": "fp16+averaged",
+    "`fixed`, averaged, a run for each width": "fixed+averaged",
+    "**`tiers`**": "tiers",
+}
 SCHEMES = ("truncate", "truncated codes, half-step decode", "nearest, each width from the original")
 SCALES = {
     "2^E": ("`2^E`, no sign", "–", "5"),
@@ -171,6 +176,10 @@ EMBEDDINGS = {
 TABLES: dict[str, Callable[[], str]] = {
     "wikitext": lambda: perplexities("wikitext", METHODS),
     "stories": lambda: perplexities("stories", {**METHODS, "`fp16`, averaged (one seed)": "fp16+averaged", **SEARCHED}),
+    "epochs-four": lambda: perplexities("epochs", REPEATED, part="four"),
+    "epochs-ten": lambda: perplexities(
+        "epochs", {**REPEATED, "`tiers`, everything learned": "tiers+held_back=0"}, part="ten"
+    ),
     "mixture": lambda: perplexities("mixture", {**METHODS, "`uniform`": "uniform", "`bps`": "bps"}),
     "paper-methods": lambda: perplexities(
         "paper_methods",

@@ -9,6 +9,7 @@ A run has a name, which says its settings: a method and, after plus signs, what 
     tiers+last-weights      without
     fp16+prompts            prompts learned too, not the completions only; tiers+completions the other way round
     bps+exploration-3       and delay-5 (N of LAA), mean (of held gradients), by-E5M4 (see error_width)
+    tiers+held_back=0       everything learned, whatever repeats
     tiers+fitting_step=0.1  with another constant of the recipe
     untuned                 the model as it is
 
@@ -133,6 +134,8 @@ def tune(model: Any, blocks: Dataset[Any], name: str, seed: int, **options: Any)
         "learning_rate": trainer.args.learning_rate,
         "passes": {str(width): count for width, count in trainer.selector.counts.items()},
         "unsettled_groups": trainer.unsettled,
+        "held_back": 0 if trainer.held_out is None else len(trainer.held_out),
+        "kept_update": trainer.watch.update if trainer.watch.ended else trainer.state.global_step,
     }
 
 
@@ -147,6 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser, runs: Sequence[str], **defaul
         "--train", type=Path, required=True, help="WikiText-2's wiki.train.tokens, or token ids as .npy"
     )
     parser.add_argument("--test", type=Path, required=True, help="the text to measure on, in the same form")
+    parser.add_argument("--tokens", type=int, help="tune on so many tokens of the text; left out: all")
     parser.add_argument("--runs", default=",".join(runs), help="with commas between")
     parser.add_argument("--seeds", default="0,1,2", help="with commas between")
     parser.add_argument("--steps", type=int, default=400)
@@ -177,7 +181,7 @@ def run_all(
         arguments.out, test = arguments.out or Path(tempfile.mkdtemp(prefix="otaro-quick-")), test[:512]
     folder = arguments.out or folder / "runs"
     folder.mkdir(parents=True, exist_ok=True)
-    blocks = text_blocks(train, arguments.length)
+    blocks = text_blocks(train[: arguments.tokens], arguments.length)
     for seed in map(int, arguments.seeds.split(",")):
         for name in arguments.runs.split(","):
             known = None if name.partition("+")[0] == UNTUNED else seed
@@ -200,7 +204,7 @@ def run_all(
                 "model": Path(arguments.model).name,
                 "seed": known,
                 "format_version": FORMAT_VERSION,
-                "settings": {key: getattr(arguments, key) for key in ("steps", "batch", "length", "window")},
+                "settings": {key: getattr(arguments, key) for key in ("steps", "batch", "length", "window", "tokens")},
                 **record,
                 "perplexity": perplexities(trainer, test, arguments.window),
                 **(measure(trainer, test, arguments.window) if measure else {}),

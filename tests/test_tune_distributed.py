@@ -66,6 +66,8 @@ def check_equal(folder: Path, whole: Path, weights: dict[str, torch.Tensor]) -> 
         (2, False, {"method": "tiers", "max_steps": 9}),
         (1, False, {"method": "tiers", "max_steps": 9, "gradient_accumulation_steps": 2}),
         (1, True, {**TIED, "method": "tiers", "max_steps": 9, "gradient_accumulation_steps": 2, "average": 0.5}),
+        (2, False, {"method": "tiers", "max_steps": 9, "average": 0.5, "held_back": 0.34}),
+        (2, True, {"method": "tiers", "max_steps": 9, "average": 0.5, "held_back": 0.34}),
         (
             *(1, True),
             {"method": "tiers", "max_steps": 3, "gradient_accumulation_steps": 2, "accelerator_config": EACH_BATCH},

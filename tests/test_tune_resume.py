@@ -24,6 +24,7 @@ TIERS: dict[str, Any] = {
     "widths": "E5M6,E5M4,E5M3",
     "average": 0.7,
 }
+HELD_BACK: dict[str, Any] = {**TIERS, "held_back": 0.34, "learning_rate": 3e-3, "max_steps": 60}
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "max_steps": 22}
 
 
@@ -56,6 +57,8 @@ def resumed(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
         ("13:SIGKILL", 10, {**ADAM, "method": "otaro", "average": 0.7}),
         ("9:SIGKILL", 5, {"method": "uniform"}),
         ("13:SIGKILL", 10, {**ADAM, **TIERS}),
+        ("8:SIGKILL", 5, {**ADAM, **HELD_BACK}),  # before the held-out loss has risen
+        ("13:SIGKILL", 10, {**ADAM, **HELD_BACK}),  # and afterwards
         ("save:SIGKILL", 5, {**ADAM, "method": "otaro", "save_total_limit": 1, "gradient_accumulation_steps": 2}),
     ],
 )
@@ -66,6 +69,12 @@ def test_killed_and_resumed(kill: str, checkpoint: int, options: dict[str, Any],
     assert found is not None
     assert found.name == f"checkpoint-{checkpoint}"
     check_same(resumed(tmp_path / "killed", options), whole(tmp_path / "whole", options))
+
+
+def test_what_the_killed_runs_hold_back_is_learned_by_heart(tmp_path: Path) -> None:
+    run = trainer(tmp_path, **ADAM | HELD_BACK)
+    run.train()
+    assert 5 < run.watch.ended < 10
 
 
 @pytest.mark.slow

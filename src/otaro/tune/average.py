@@ -12,7 +12,7 @@ update, :func:`use_average` puts the mean in their place. Which updates are take
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 AVERAGE = "average"
 """The entry of a parameter's state."""
+RUNNING, BEST = "running", "best"
+"""Those of a run that measures on held-out text (`otaro.tune.held_out`)."""
 FEWEST = 2
 """Where there would be fewer, the run is too short for a mean, and is as one without."""
 
@@ -46,8 +48,8 @@ def averaged_updates(update: int, updates: int, share: float, most: int) -> int:
     return 0 if in_all < FEWEST else max(0, in_all - math.ceil((updates - update) / every))
 
 
-def reserve(optimizer: Optimizer) -> None:
-    """Let an optimizer have room for the mean, from its first step on."""
+def reserve(optimizer: Optimizer, entries: Sequence[str] = (AVERAGE,)) -> None:
+    """Let an optimizer have room for means, from its first step on."""
     before: dict[Tensor, Tensor] = {}
 
     def is_new(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -63,7 +65,8 @@ def reserve(optimizer: Optimizer) -> None:
     # Not sooner: an optimizer takes an empty state for a parameter that it has not met.
     def make_room(optimizer: Optimizer, *_: Any) -> None:
         for parameter in list(before):
-            optimizer.state[parameter][AVERAGE] = before.pop(parameter)
+            value = before.pop(parameter)
+            optimizer.state[parameter].update({entry: value.clone() for entry in entries})
 
     optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(make_room)
@@ -86,11 +89,11 @@ def mean_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     return mean
 
 
-def _both(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+def _both(optimizer: Optimizer, entry: str = AVERAGE) -> Iterator[tuple[Tensor, Tensor]]:
     """The mean of each parameter and the parameter, what this process holds of them."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            average = optimizer.state.get(parameter, {}).get(AVERAGE)
+            average = optimizer.state.get(parameter, {}).get(entry)
             if average is not None:
                 weight = parameter.detach()
                 yield (
@@ -100,29 +103,43 @@ def _both(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def add_weights(optimizer: Optimizer, number: int) -> None:
+def add_weights(optimizer: Optimizer, number: float, entry: str = AVERAGE) -> None:
     """Take the weights in; `number` says which one of those taken in this is, counted from 1."""
-    both = list(_both(optimizer))
+    both = list(_both(optimizer, entry))
     if both:
         torch._foreach_lerp_([average for average, _ in both], [weight for _, weight in both], 1 / number)
 
 
 @contextmanager
-def in_place(optimizer: Optimizer) -> Iterator[None]:
+def in_place(optimizer: Optimizer, entry: str = AVERAGE) -> Iterator[None]:
     """The mean in the place of the weights, and they in its; what is changed meanwhile is changed in the mean."""
-    _swap(optimizer)
+    _swap(optimizer, entry)
     try:
         yield
     finally:
-        _swap(optimizer)
+        _swap(optimizer, entry)
 
 
 @torch.no_grad()
-def _swap(optimizer: Optimizer) -> None:
-    for average, weight in _both(optimizer):
+def _swap(optimizer: Optimizer, entry: str) -> None:
+    for average, weight in _both(optimizer, entry):
         before = weight.clone()
         weight.copy_(average)
         average.copy_(before)
+
+
+def running_weight(update: int, share: float) -> float:
+    """What :func:`add_weights` is told for a mean that goes with the run: as old, in the mean, as that over the last
+    share of the updates so far. Later ones count more, by a power of their number, so one copy is enough."""
+    power = 2 / share - 2
+    return max(1.0, (update + power) / (power + 1))
+
+
+@torch.no_grad()
+def copy_mean(optimizer: Optimizer, source: str, target: str) -> None:
+    """Make one mean a copy of another."""
+    for (old, _), (new, _) in zip(_both(optimizer, target), _both(optimizer, source), strict=True):
+        old.copy_(new)
 
 
 @torch.no_grad()

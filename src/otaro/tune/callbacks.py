@@ -54,7 +54,12 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._stop = False
 
     def state(self) -> dict[str, Any]:
-        attributes = {"selector": self.trainer.selector.state_dict(), "settings": settings(self.trainer)}
+        trainer = self.trainer
+        attributes = {
+            "selector": trainer.selector.state_dict(),
+            "held_out": trainer.watch.state_dict(),
+            "settings": settings(trainer),
+        }
         return {"args": {}, "attributes": attributes}
 
     def on_train_begin(
@@ -63,6 +68,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._unread, self._lines, self._stop = [], [], False
         saved = state.stateful_callbacks[type(self).__name__]["attributes"]
         self.trainer.selector.load_state_dict(saved["selector"])
+        self.trainer.watch.load_state_dict(saved["held_out"])
         if state.is_world_process_zero:
             cut_log(Path(args.output_dir) / LOG_NAME, state.global_step)
 

@@ -103,6 +103,15 @@ def tune(
             "last ones. Left out: the recipe's with tiers, 0 with other methods and with --early-stopping.",
         ),
     ] = None,
+    held_back: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=0.5,
+            help="Of data seen twice or more, do not learn this last share but measure on it, and keep the weights "
+            "from before they get worse there; 0: learn all. Left out: the recipe's. For the method tiers.",
+        ),
+    ] = None,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
     ] = None,
@@ -175,6 +184,7 @@ def tune(
         "ultra_low": ultra_low,
         "completion_only": completion_only,
         "average": average,
+        "held_back": held_back,
         "embedding_floor": embedding_floor,
     }
     options = {name: value for name, value in options.items() if value is not None}
@@ -313,12 +323,18 @@ def run(
             asked = ", prompts learned too" if blocks.prompt_tokens and not args.completion_only else ""
             rate = f", learning rate {trainer.args.learning_rate:.3g}"
             note(f"{len(blocks)} sequences, {blocks.tokens} tokens{asked}{left_out}{rate}")
+            if trainer.held_out is not None:
+                note(f"holding back the last {len(trainer.held_out)} sequences, to see when others are known by heart")
         before = measure_before(trainer, work, measured, sequence_length, progress, resume=resume)
         trainer.train(checkpoint)
         if trainer.interrupted:
             if first:
                 note(f"stopped after {trainer.state.global_step} updates: add --resume to the same command to go on")
             raise typer.Exit(EXIT_STOPPED)
+        watch = trainer.watch
+        if first and watch.ended:
+            note(f"best on the sequences held back after update {watch.update}: those weights are kept")
+        kept = trainer.state.best_global_step if early_stopping else trainer.state.global_step
         widths = list(Precision)
         state = None
         if trainer.is_fsdp_enabled:
@@ -336,7 +352,8 @@ def run(
                 "completion_only": args.completion_only,
                 "learning_rate": trainer.args.learning_rate,
                 "updates": trainer.state.global_step,
-                "kept_update": trainer.state.best_global_step if early_stopping else trainer.state.global_step,
+                "kept_update": watch.update if watch.ended else kept,
+                "held_back": 0 if trainer.held_out is None else len(trainer.held_out),
                 "averaged_updates": trainer.averaged,
                 "unsettled_groups": trainer.unsettled,
                 "tokens": blocks.tokens,

@@ -50,6 +50,10 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     average: float = field(
         default=0.0, metadata={"help": "The share of the run, at its end, over which weights are averaged."}
     )
+    held_back: float = field(
+        default=0.0,
+        metadata={"help": "The share of data seen twice or more that is measured on, not learned (tiers only)."},
+    )
     compile: bool | None = field(
         default=None, metadata={"help": "Compile layers and losses, which pays on a GPU; left out: there only."}
     )
@@ -75,6 +79,8 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError(f"{self.tiers} are too many tiers: choose at most {MOST_TIERS}")
         if not 0 <= self.average <= 1:
             raise OtaroError(f"an average over {self.average} of the run is no share: choose from 0 to 1")
+        if not 0 <= self.held_back < 1:
+            raise OtaroError(f"{self.held_back} of the data is no share to hold back: choose less than 1")
         if self.average and self.load_best_model_at_end:
             raise OtaroError("a run gives its best checkpoint or an average of its weights, not both: set average to 0")
         _ = self.tuned_widths, self.ultra_low_widths, self.tier_widths, self.format, self.floor

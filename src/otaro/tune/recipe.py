@@ -31,6 +31,7 @@ SETTINGS = (
     "tiers",
     "completion_only",
     "average",
+    "held_back",
     "scheme",
     "group_size",
     "embedding_floor",
@@ -83,6 +84,12 @@ class Recipe:
     """Where the learning rate of averaged weights ends, as a share of its highest value."""
     averaged_updates: int = 32
     """No more updates than these are averaged."""
+    held_back: float = 1 / 32
+    """The share of the sequences, at their end, that is not learned where the others are seen twice or more."""
+    held_back_most: int = 64
+    """No more sequences than these are held back."""
+    measurements: int = 20
+    """How often they are measured on in a run."""
 
     def learning_rate_for(self, hidden_size: int | None, tokens: float | None) -> float:
         """The learning rate of a run that none was given for.
@@ -127,13 +134,13 @@ def find_recipe(name: str) -> Recipe:
 def settings(name: str = "default", **changes: Any) -> dict[str, Any]:
     """The settings of a recipe as arguments for :class:`otaro.tune.config.TuneArguments`, with changes.
 
-    Averaging and learning from prompts are the method tiers' unless they are asked for; where a run keeps its best
-    checkpoint there is nothing to average.
+    Averaging, holding text back and learning from prompts are the method tiers' unless they are asked for; where a run
+    keeps its best checkpoint there is nothing to average.
     """
     recipe = find_recipe(name)
     chosen = {"recipe": name, **{setting: getattr(recipe, setting) for setting in SETTINGS}}
     if changes.get("method", recipe.method) != "tiers":
-        chosen |= {"average": 0.0, "completion_only": True}
+        chosen |= {"average": 0.0, "held_back": 0.0, "completion_only": True}
     if changes.get("load_best_model_at_end"):
         chosen["average"] = 0.0
     return {**chosen, **changes}

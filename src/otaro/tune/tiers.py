@@ -112,9 +112,7 @@ def settle_model(model: nn.Module) -> int:
     lost = 0
     scales: dict[int, Tensor] = {}
     layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)
     for layer in layers:
         known = {}
         for name, tiers in layer.tiers.items():
@@ -137,6 +135,13 @@ def settle_model(model: nn.Module) -> int:
                     owner._parameters.pop(tier, None)
         layer.__dict__["tier_places"] = {}
     return lost
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up weights that FSDP gathered for a pass and keeps for the backward one, where none follows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_rows(weight: Tensor, turned: bool) -> Tensor:

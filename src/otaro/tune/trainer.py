@@ -48,6 +48,7 @@ from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.data import learn_prompts, lengths, make_collator
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.fitting import fit
+from otaro.tune.held_out import PASSES, WORSE, Watch, hold_back, mean_loss
 from otaro.tune.model import has_adapters, save_settled
 from otaro.tune.tiers import add_tiers, following, leave_out_tiers, settle_model
 from otaro.tune.update import Batch, Processes, compute_gradients
@@ -63,6 +64,20 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 def is_out_of_memory(error: BaseException) -> bool:
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or any(text in str(error).lower() for text in OUT_OF_MEMORY)
+
+
+def passes(args: TuneArguments, sequences: Any) -> float:
+    """How often a run goes through its data; 0 for a stream, which has no end that is known."""
+    if not hasattr(sequences, "__len__") or not len(sequences):
+        return 0
+    if args.max_steps <= 0:
+        return args.num_train_epochs
+    return args.max_steps * update_sequences(args) / len(sequences)
+
+
+def update_sequences(args: TuneArguments) -> int:
+    """The sequences of an update, over all processes."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 class OtaroTrainer(Trainer):  # type: ignore[misc]
@@ -92,6 +107,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         """Groups of weights that did not keep all bits of their tiers when these were settled."""
         self.update_loss: Tensor
         """This process's share of the loss of the last update."""
+        self.held_out: Any = None
+        """Sequences that are not learned but measured on; None where there are none."""
+        self.watch = Watch()
         self._hooked = False
         self._batches: list[Batch] = []
         self._progress = progress
@@ -120,12 +138,15 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if tokenizer is not None and options.get("data_collator") is None:
             # The Trainer's own would ask for a padding token and leave labels as long as they are.
             options["data_collator"] = make_collator(tokenizer)
+        if self.tiers and args.average and passes(args, options.get("train_dataset")) >= PASSES:
+            options["train_dataset"], self.held_out = hold_back(
+                options["train_dataset"], args.held_back, args.constants.held_back_most
+            )
         super().__init__(model=model, args=args, **options)
         if self.is_deepspeed_enabled:
             raise OtaroError(DEEPSPEED_REFUSED)
         sizes = lengths(self.train_dataset)
-        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        tokens = sum(sizes) / len(sizes) * sequences if sizes else None
+        tokens = sum(sizes) / len(sizes) * update_sequences(args) if sizes else None
         self._fitting_step = args.constants.fitting_step * args.constants.noise_factor(tokens)
         if args.learning_rate is None:
             args.learning_rate = self._learning_rate(model, tokens)
@@ -180,7 +201,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if not self._hooked:
             self._hooked = True
             if self.args.average:
-                average.reserve(optimizer)
+                watched = () if self.held_out is None else (average.RUNNING, average.BEST)
+                average.reserve(optimizer, (average.AVERAGE, *watched))
             if self.tiers:
                 leave_out_tiers(optimizer, self.model if model is None else model)
                 self._follow_steps(optimizer)
@@ -258,6 +280,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         done, updates = self.state.global_step, self.state.max_steps
         window = round((self.args.average or self.args.constants.average) * updates)
         window = max(window, min(updates, self.args.constants.fitting_updates))
+        step = self._fitting_step
+        if self.watch.ended:
+            # Where there is less time than usual, steps are longer: a tier can go as far.
+            step *= max(1.0, window / (updates - self.watch.ended))
+            window = updates - self.watch.ended
         if not self.tiers or updates - done >= window:
             return {}
         assert self.optimizer is not None
@@ -267,7 +294,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 self._batches,
                 self.weights,
                 self.tiers,
-                self._fitting_step * (updates - done + 1) / window,
+                step * (updates - done + 1) / window,
                 context=self.compute_loss_context_manager,
                 processes=self._processes(),
                 kernel=self.compilation.kernel,
@@ -311,6 +338,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
 
     def average_weights(self) -> None:
         """Take the weights in after an update, if it is one of those to be averaged."""
+        if self.watch.ended:
+            return
         most = self.args.constants.averaged_updates
         number = average.average_index(self.state.global_step, self.state.max_steps, self.args.average, most)
         if number:
@@ -320,6 +349,35 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             follows = self.tiers and number > 1
             with following(self.model, partial(average.mean_of, optimizer)) if follows else nullcontext():
                 average.add_weights(optimizer, number)
+        if self.held_out is not None:
+            self._measure_held_out()
+
+    def _measure_held_out(self) -> None:
+        """Take the weights into the mean that goes with the run; if it is time, see whether it still gets better."""
+        done, updates, optimizer = self.state.global_step, self.state.max_steps, self.optimizer
+        assert optimizer is not None
+        average.add_weights(optimizer, average.running_weight(done, self.args.average), average.RUNNING)
+        if (updates - done) % max(1, round(updates / self.args.constants.measurements)):
+            return
+        with average.in_place(optimizer, average.RUNNING), self.compilation.left_out():
+            loss = mean_loss(
+                self.model_wrapped, self._held_out_batches(), self.weights, self.compute_loss_context_manager
+            )
+        if self.watch.take(done, float(self.accelerator.reduce(loss, "mean"))):
+            average.copy_mean(optimizer, average.RUNNING, average.BEST)
+        elif self.watch.worse >= WORSE and updates - done >= self.args.constants.fitting_updates:
+            if not self.averaged:
+                average.add_weights(optimizer, 1)  # tiers are where the weights are
+            with following(self.model, partial(average.mean_of, optimizer)):
+                average.copy_mean(optimizer, average.BEST, average.AVERAGE)
+            self.watch.ended = done
+
+    def _held_out_batches(self) -> Iterator[Batch]:
+        collate = self._get_collator_with_removed_columns(self.data_collator, "held-out")
+        for start in range(0, len(self.held_out), self._train_batch_size):
+            rows = range(start, min(start + self._train_batch_size, len(self.held_out)))
+            batch = collate([self.held_out[row] for row in rows])
+            yield self._prepare_inputs(batch if self.args.completion_only else learn_prompts(batch))
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
         """Train, or go on: from a checkpoint, or with True from the last complete one in `output_dir`.
@@ -363,6 +421,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     @property
     def averaged(self) -> int:
         """Over how many updates the weights are averaged so far."""
+        if self.watch.ended:
+            return self.watch.update
         most = self.args.constants.averaged_updates
         return average.averaged_updates(self.state.global_step, self.state.max_steps, self.args.average, most)
 

@@ -1,0 +1,27 @@
+"""A small text over several epochs: the tiny Llama and the text of `experiments.stories`, a small part of it.
+
+    python -m experiments.epochs.run --model DIR/model --train DIR/train.npy --test DIR/test.npy \
+        --out experiments/epochs/runs/four
+    python -m experiments.epochs.run --model DIR/model --train DIR/train.npy --test DIR/test.npy \
+        --tokens 24000 --steps 240 --learning-rate 0.0019 --out experiments/epochs/runs/ten
+
+`experiments.stories.prepare` makes DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from experiments import tuning
+
+NARROW = ("fixed-E5M4", "fixed-E5M3")
+RUNS = (
+    *("tiers", "tiers+held_back=0", "fp16", *NARROW),
+    *(f"{name}+averaged" for name in ("fp16", *NARROW)),
+)
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tuning.add_arguments(parser, RUNS, tokens=80_000, steps=312, batch=8, length=128, window=512)
+    tuning.run_all(parser.parse_args(), Path(__file__).parent)
