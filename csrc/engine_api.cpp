@@ -18,15 +18,17 @@ bool of_whole_matrix(int32_t role) { return role == OTARO_EMBEDDING || role == O
 // Room for a product outside a session.
 class Workspace {
   public:
-    Workspace(const Tiles& tiles, int64_t batch, bool fine, int threads)
+    Workspace(const Tiles& tiles, int64_t batch, bool fine, int mantissa, int threads)
         : coarse_(allocate<int8_t>(batch * padded_columns(tiles))),
           fine_(allocate<int8_t>(fine ? batch * padded_columns(tiles) : 0)),
           words_(allocate<int16_t>(fine ? batch * padded_columns(tiles) : 0)),
           scale_(allocate<float>(batch * scale_stride(tiles.blocks))),
           offset_(allocate<float>(batch * scale_stride(tiles.blocks))) {
         for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(product_scratch(tiles)));
-        x_ = {coarse_.get(), fine ? fine_.get() : nullptr, words_.get(), scale_.get(),
-              offset_.get(), padded_columns(tiles),        tiles.blocks, scale_stride(tiles.blocks)};
+        const int span = span_blocks(tiles, fine, mantissa);
+        x_ = {coarse_.get(), fine ? fine_.get() : nullptr, words_.get(),        scale_.get(),
+              offset_.get(), padded_columns(tiles),        tiles.blocks / span, scale_stride(tiles.blocks),
+              span};
     }
     const Activations& x() const { return x_; }
     uint8_t* scratch(int worker) const { return scratch_[static_cast<size_t>(worker)].get(); }
@@ -130,7 +132,7 @@ int32_t otaro_matrix_multiply(const otaro_matrix* matrix, int32_t mantissa, cons
         const EngineKernels* const kernels = engine_kernels_for(isa);
         checks.require(kernels != nullptr, OTARO_ERROR_ISA);
         if (checks.error() != OTARO_OK) return checks.error();
-        const Workspace workspace(tiles, batch, fine != 0, threads);
+        const Workspace workspace(tiles, batch, fine != 0, mantissa, threads);
         const Product product{&tiles, mantissa, &workspace.x(), batch, bias, y, tiles.rows, false};
         Team team(threads);
         team.run(batch, 1, [&](int, int64_t first, int64_t last) {

@@ -1,8 +1,8 @@
 // What an instruction set provides for running a model. Sizes have been checked before.
 //
-// A product multiplies a matrix of codes with activations quantised to integers, 32 at a time:
+// A product multiplies a matrix of codes with activations quantised to integers, a span of one or two blocks at a time:
 //
-//     y[n] = sum over blocks of  step[n] * scale * (sum of code[n, k] * x[k]  +  bias * sum of x[k])
+//     y[n] = sum over spans of  step[n] * scale * (sum of code[n, k] * x[k]  +  bias * sum of x[k])
 //
 // where x are integers, `scale` theirs, `step` the group's and `bias` the width's. The sums in brackets are exact, so the
 // result does not depend on the instruction set, the number of threads or how many activations are multiplied at a time;
@@ -23,12 +23,20 @@ struct Activations {
     int8_t* coarse;
     int8_t* fine;    // null: 8 bits are enough
     int16_t* words;  // with `fine`: both bytes as one number; of each 4 columns first 0 and 2, then 1 and 3
-    float* scale;    // one a block, step_constant included
-    float* offset;   // scale * bias * sum of x, one a block
+    float* scale;    // one a span, step_constant included
+    float* offset;   // scale * bias * sum of x, one a span
     int64_t columns; // bytes from one row of activations to the next
-    int64_t blocks;
-    int64_t stride; // scales and offsets from one row to the next
+    int64_t spans;
+    int64_t stride; // scales and offsets from one row to the next, the same for spans of any length
+    int span_blocks;
 };
+
+// Blocks of activations that share a scale. With 8 bits two cost perplexity from E5M5 on, where the weights' own
+// error is small; below it, and with 16 bits, they cost nothing.
+constexpr int kMostSpan = 2;
+static inline int span_blocks(const Tiles& tiles, bool fine, int mantissa) {
+    return tiles.group_blocks % kMostSpan == 0 && (fine || mantissa <= 4) ? kMostSpan : 1;
+}
 
 // Rows are quantised by several threads at once: none writes to a line of the cache that another one writes to.
 static inline int64_t scale_stride(int64_t blocks) { return (blocks + 15) / 16 * 16; }

@@ -14,19 +14,20 @@ void multiply_ref(const Product& product, int64_t first, int64_t last, uint8_t*)
     const Tiles& tiles = *product.weight;
     const Activations& x = *product.x;
     const bool fine = x.fine != nullptr;
+    const int columns = x.span_blocks * kBlockColumns;
     const int64_t end = last * kTileRows < tiles.rows ? last * kTileRows : tiles.rows;
     for (int64_t row = first * kTileRows; row < end; ++row) {
         for (int64_t b = 0; b < product.batch; ++b) {
             float sum = 0;
-            for (int64_t block = 0; block < tiles.blocks; ++block) {
+            for (int64_t span = 0; span < x.spans; ++span) {
                 int32_t total = 0;
-                for (int64_t k = block * kBlockColumns; k < (block + 1) * kBlockColumns; ++k) {
+                for (int64_t k = span * columns; k < (span + 1) * columns; ++k) {
                     int32_t activation = x.coarse[b * x.columns + k];
                     if (fine) activation = 256 * activation + x.fine[b * x.columns + k];
                     total += tile_code(tiles, row, k, product.mantissa) * activation;
                 }
-                const float scale = scale_float(tile_scale(tiles, row, block * kBlockColumns));
-                const int64_t entry = b * x.stride + block;
+                const float scale = scale_float(tile_scale(tiles, row, span * columns));
+                const int64_t entry = b * x.stride + span;
                 sum = std::fma(scale, std::fma(static_cast<float>(total), x.scale[entry], x.offset[entry]), sum);
             }
             if (product.bias != nullptr) sum += product.bias[row];
@@ -39,14 +40,15 @@ void multiply_ref(const Product& product, int64_t first, int64_t last, uint8_t*)
 void quantize_ref(const float* x, int64_t length, int mantissa, const Activations& to, int64_t row) {
     const bool fine = to.fine != nullptr;
     const float most = fine ? 127.0f * 256 : 127.0f;
-    for (int64_t block = 0; block < to.blocks; ++block) {
-        const int64_t start = block * kBlockColumns;
+    const int columns = to.span_blocks * kBlockColumns;
+    for (int64_t span = 0; span < to.spans; ++span) {
+        const int64_t start = span * columns;
         const auto value = [&](int64_t i) { return start + i < length ? x[start + i] : 0.0f; };
         uint32_t largest = 0;
-        for (int i = 0; i < kBlockColumns; ++i) largest = std::max(largest, float_bits(std::fabs(value(i))));
+        for (int i = 0; i < columns; ++i) largest = std::max(largest, float_bits(std::fabs(value(i))));
         const auto [inverse, unit] = activation_unit(bits_float(largest), most);
         int32_t sum = 0;
-        for (int i = 0; i < kBlockColumns; ++i) {
+        for (int i = 0; i < columns; ++i) {
             const int64_t place = row * to.columns + start + i;
             const float scaled = value(i) * inverse;
             const int32_t whole = std::isfinite(scaled) ? static_cast<int32_t>(std::nearbyint(scaled)) : 0;
@@ -60,8 +62,8 @@ void quantize_ref(const float* x, int64_t length, int mantissa, const Activation
             }
         }
         const float scale = unit * step_constant(mantissa);
-        to.scale[row * to.stride + block] = scale;
-        to.offset[row * to.stride + block] = scale * (nested_bias(mantissa) * static_cast<float>(sum));
+        to.scale[row * to.stride + span] = scale;
+        to.offset[row * to.stride + span] = scale * (nested_bias(mantissa) * static_cast<float>(sum));
     }
 }
 

@@ -35,17 +35,19 @@ bool Work::fine(int role, int mantissa) const {
     return !drafting_ && (fine_ || mantissa >= 7 || role == OTARO_QUERY || role == OTARO_HEAD);
 }
 
-Activations Work::activations(const Matrix& matrix, bool fine, int64_t row) const {
-    const int64_t columns = padded_columns(matrix.tiles()), blocks = matrix.tiles().blocks;
-    const int64_t stride = scale_stride(blocks);
+Activations Work::activations(const Matrix& matrix, bool fine, int mantissa, int64_t row) const {
+    const Tiles& tiles = matrix.tiles();
+    const int64_t columns = padded_columns(tiles), stride = scale_stride(tiles.blocks);
+    const int span = span_blocks(tiles, fine, mantissa);
     return {quantized_.coarse.get() + row * columns,
             fine ? quantized_.fine.get() + row * columns : nullptr,
             quantized_.words.get() + row * columns,
             quantized_.scale.get() + row * stride,
             quantized_.offset.get() + row * stride,
             columns,
-            blocks,
-            stride};
+            tiles.blocks / span,
+            stride,
+            span};
 }
 
 void Work::embed(Team& team) {
@@ -68,7 +70,9 @@ void Work::embed(Team& team) {
 
 // Where each group's activations for a matrix go.
 void Work::quantize_for(const Matrix& matrix, int role) {
-    for (Group& group : groups_) group.x = activations(matrix, fine(role, group.mantissa), group.first);
+    for (Group& group : groups_) {
+        group.x = activations(matrix, fine(role, group.mantissa), group.mantissa, group.first);
+    }
 }
 
 // Every row of `length` floats that `prepare(row)` gives, quantised for its group's width; `cost` floats of work a row.
@@ -225,7 +229,7 @@ void Work::head(Team& team, int mantissa, int64_t rows, float* logits, int64_t s
     Tiles tiles = matrix.tiles();
     tiles.rows = rows;
     tiles.tiles = (rows + kTileRows - 1) / kTileRows;
-    const Activations x = activations(matrix, fine(OTARO_HEAD, mantissa), 0);
+    const Activations x = activations(matrix, fine(OTARO_HEAD, mantissa), mantissa, 0);
     team.run(count, row_grain(count, model_.hidden, team.threads()), [&](int, int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) {
             float* const normed = normed_.get() + row * model_.hidden;

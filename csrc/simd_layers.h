@@ -73,29 +73,29 @@ template <class V> void swiglu(const float* gate, const float* up, int64_t lengt
     }
 }
 
-template <class V>
-void quantize_activations(const float* x, int64_t length, int mantissa, const Activations& to, int64_t row) {
+// kColumns of them share a scale.
+template <class V, int kColumns>
+void quantize_spans(const float* x, int64_t length, int mantissa, const Activations& to, int64_t row) {
     const bool fine = to.fine != nullptr;
     const float most = fine ? 127.0f * 256 : 127.0f;
     const float constant = step_constant(mantissa), bias = nested_bias(mantissa);
-    for (int64_t block = 0; block < to.blocks; ++block) {
-        float buffer[kBlockColumns];
-        const int64_t start = block * kBlockColumns, rest = length - start;
-        const int count = static_cast<int>(rest < 0 ? 0 : rest < kBlockColumns ? rest : kBlockColumns);
-        const float* const values =
-            count == kBlockColumns ? x + start : padded(x + start, count, kBlockColumns, buffer);
+    for (int64_t span = 0; span < to.spans; ++span) {
+        float buffer[kColumns];
+        const int64_t start = span * kColumns, rest = length - start;
+        const int count = static_cast<int>(rest < 0 ? 0 : rest < kColumns ? rest : kColumns);
+        const float* const values = count == kColumns ? x + start : padded(x + start, count, kColumns, buffer);
         // Floats that are not negative are ordered as their bits are, infinity and what is not a number at the end.
         typename V::I largest = V::set1i(0);
-        for (int i = 0; i < kBlockColumns; i += V::kLanes) {
+        for (int i = 0; i < kColumns; i += V::kLanes) {
             largest = V::maxi(largest, V::bits(V::abs(V::load(values + i))));
         }
         const auto [inverse, unit] = activation_unit(bits_float(static_cast<uint32_t>(V::largest(largest))), most);
-        typename V::I whole[kBlockColumns / V::kLanes], sum = V::set1i(0);
-        for (int i = 0; i < kBlockColumns / V::kLanes; ++i) {
+        typename V::I whole[kColumns / V::kLanes], sum = V::set1i(0);
+        for (int i = 0; i < kColumns / V::kLanes; ++i) {
             whole[i] = V::round_int(V::mul(V::load(values + i * V::kLanes), V::set1(inverse)));
             sum = V::addi(sum, whole[i]);
         }
-        for (int i = 0; i < kBlockColumns / V::kLanes; ++i) {
+        for (int i = 0; i < kColumns / V::kLanes; ++i) {
             const int64_t place = row * to.columns + start + i * V::kLanes;
             if (fine) {
                 V::store_low(to.coarse + place, V::shift_right(V::addi(whole[i], V::set1i(128)), V::count(8)));
@@ -105,8 +105,17 @@ void quantize_activations(const float* x, int64_t length, int mantissa, const Ac
                 V::store_low(to.coarse + place, whole[i]);
             }
         }
-        to.scale[row * to.stride + block] = unit * constant;
-        to.offset[row * to.stride + block] = unit * constant * (bias * static_cast<float>(V::sum(sum)));
+        to.scale[row * to.stride + span] = unit * constant;
+        to.offset[row * to.stride + span] = unit * constant * (bias * static_cast<float>(V::sum(sum)));
+    }
+}
+
+template <class V>
+void quantize_activations(const float* x, int64_t length, int mantissa, const Activations& to, int64_t row) {
+    if (to.span_blocks == 1) {
+        quantize_spans<V, kBlockColumns>(x, length, mantissa, to, row);
+    } else {
+        quantize_spans<V, kMostSpan * kBlockColumns>(x, length, mantissa, to, row);
     }
 }
 

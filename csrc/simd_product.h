@@ -64,16 +64,16 @@ template <class V, int kPlanes, bool kWords, int kTiles = 1> class PackedSteps {
     }
 
     inline __attribute__((always_inline)) void start_block() {
-        for (int v = 0; v < 4; ++v) {
-            vectors_[v] = V::load_bytes(base_ + v * kStepBytes);
-            V::prefetch(base_ + kBaseAhead * kBaseBytes + v * kStepBytes);
-        }
+        repeat<4>([&](auto v) __attribute__((always_inline)) {
+            vectors_[v.value] = V::load_bytes(base_ + v.value * kStepBytes);
+            V::prefetch(base_ + kBaseAhead * kBaseBytes + v.value * kStepBytes);
+        });
         base_ += kBaseBytes;
-        for (int p = 0; p < kPlanes; ++p) {
-            planes_[p] = V::load_bytes(bits_[p]);
-            V::prefetch(bits_[p] + kPlanesAhead * kPlaneBytes);
-            bits_[p] += kPlaneBytes;
-        }
+        repeat<kPlanes>([&](auto p) __attribute__((always_inline)) {
+            planes_[p.value] = V::load_bytes(bits_[p.value]);
+            V::prefetch(bits_[p.value] + kPlanesAhead * kPlaneBytes);
+            bits_[p.value] += kPlaneBytes;
+        });
     }
 
     // Calls use(part, number of the part) for each.
@@ -154,7 +154,9 @@ template <class V, int kPlanes, bool kWords> class UnpackedSteps {
 
 // The rows of one vector, in kTiles tiles from `tile` on, times kBatch rows of activations from `row` on.
 template <class V, int kPlanes, bool kFine, bool kWords, int kBatch, class Steps, size_t kTiles>
-void multiply_rows(const Product& product, Steps (&steps)[kTiles], int64_t tile, int part, int64_t row) {
+void multiply_rows(const Product& product, const Steps (&begin)[kTiles], int64_t tile, int part, int64_t row) {
+    Steps steps[kTiles]; // copies, so that what they hold stays in registers
+    for (size_t t = 0; t < kTiles; ++t) steps[t] = begin[t];
     using I = typename V::I;
     using F = typename V::F;
     constexpr int kLow = kWords ? 0 : Split<V, kPlanes, kWords>::kLow;
@@ -175,56 +177,60 @@ void multiply_rows(const Product& product, Steps (&steps)[kTiles], int64_t tile,
         group_scale[t] = V::set1(0);
         for (int b = 0; b < kBatch; ++b) sum[t][b] = V::set1(0);
     }
-    int left = 0; // blocks of the group at hand
-    for (int64_t block = 0; block < tiles.blocks; ++block) {
+    int left = 0; // spans of the group at hand
+    for (int64_t span = 0, block = 0; span < x.spans; ++span) {
         if (left-- == 0) {
             for (size_t t = 0; t < kTiles; ++t)
                 group_scale[t] = V::scales(scales + static_cast<int64_t>(t) * tile_groups);
             scales += kTileRows;
-            left = tiles.group_blocks - 1;
+            left = tiles.group_blocks / x.span_blocks - 1;
         }
-        for (size_t t = 0; t < kTiles; ++t) steps[t].start_block();
         // By part of the code (top, low) and of the activation (coarse, fine); of words, by half, the first only.
         I sums[kTiles][2][2][kBatch];
         for (size_t t = 0; t < kTiles; ++t) {
             I(*const all)[2][kBatch] = sums[t];
             for (int b = 0; b < kBatch; ++b) all[0][0][b] = all[0][1][b] = all[1][0][b] = all[1][1][b] = V::set1i(0);
         }
-        repeat<kSteps>([&](auto step) __attribute__((always_inline)) {
-            constexpr int kStep = decltype(step)::value;
-            const int64_t place = block * kBlockColumns + kStep * kStepColumns;
-            typename V::B codes[kTiles][kParts];
-            for (size_t t = 0; t < kTiles; ++t) {
-                steps[t].template parts<kStep>([&](typename V::B code, auto p) { codes[t][p.value] = code; });
-            }
-            repeat<kBatch>([&](auto number) __attribute__((always_inline)) {
-                constexpr int b = decltype(number)::value;
-                const int64_t at = b * x.columns + place;
-                if constexpr (kWords) {
-                    repeat<kParts>([&](auto p) __attribute__((always_inline)) {
-                        const typename V::B two = V::four(words + at + 2 * p.value);
-                        repeat<kTiles>([&](auto t) __attribute__((always_inline)) {
-                            I& to = sums[t.value][kTwoChains ? p.value : 0][0][b];
-                            to = V::dot_words(to, codes[t.value][p.value], two);
+        for (const int64_t end = block + x.span_blocks; block < end; ++block) {
+            repeat<static_cast<int>(kTiles)>([&](auto t)
+                                                 __attribute__((always_inline)) { steps[t.value].start_block(); });
+            repeat<kSteps>([&](auto step) __attribute__((always_inline)) {
+                constexpr int kStep = decltype(step)::value;
+                const int64_t place = block * kBlockColumns + kStep * kStepColumns;
+                typename V::B codes[kTiles][kParts];
+                repeat<static_cast<int>(kTiles)>([&](auto t) __attribute__((always_inline)) {
+                    steps[t.value].template parts<kStep>([&](typename V::B code, auto p) __attribute__((
+                                                             always_inline)) { codes[t.value][p.value] = code; });
+                });
+                repeat<kBatch>([&](auto number) __attribute__((always_inline)) {
+                    constexpr int b = decltype(number)::value;
+                    const int64_t at = b * x.columns + place;
+                    if constexpr (kWords) {
+                        repeat<kParts>([&](auto p) __attribute__((always_inline)) {
+                            const typename V::B two = V::four(words + at + 2 * p.value);
+                            repeat<kTiles>([&](auto t) __attribute__((always_inline)) {
+                                I& to = sums[t.value][kTwoChains ? p.value : 0][0][b];
+                                to = V::dot_words(to, codes[t.value][p.value], two);
+                            });
                         });
-                    });
-                } else {
-                    const auto dots = [&](auto which, const int8_t* from) __attribute__((always_inline)) {
-                        const typename V::B four = V::four(from + at);
-                        repeat<kTiles * kParts>([&](auto n) __attribute__((always_inline)) {
-                            constexpr int t = decltype(n)::value / kParts, p = decltype(n)::value % kParts;
-                            I& to = sums[t][p][which.value][b];
-                            to = V::dot(to, codes[t][p], four);
-                        });
-                    };
-                    dots(Number<0>(), coarse);
-                    if constexpr (kFine) dots(Number<1>(), fine);
-                }
+                    } else {
+                        const auto dots = [&](auto which, const int8_t* from) __attribute__((always_inline)) {
+                            const typename V::B four = V::four(from + at);
+                            repeat<kTiles * kParts>([&](auto n) __attribute__((always_inline)) {
+                                constexpr int t = decltype(n)::value / kParts, p = decltype(n)::value % kParts;
+                                I& to = sums[t][p][which.value][b];
+                                to = V::dot(to, codes[t][p], four);
+                            });
+                        };
+                        dots(Number<0>(), coarse);
+                        if constexpr (kFine) dots(Number<1>(), fine);
+                    }
+                });
             });
-        });
+        }
         for (int b = 0; b < kBatch; ++b) {
-            const F block_scale = V::set1(scale[b * x.stride + block]);
-            const F block_offset = V::set1(offset[b * x.stride + block]);
+            const F span_scale = V::set1(scale[b * x.stride + span]);
+            const F span_offset = V::set1(offset[b * x.stride + span]);
             for (size_t t = 0; t < kTiles; ++t) {
                 I total = sums[t][0][0][b];
                 if constexpr (kTwoChains) total = V::addi(total, sums[t][1][0][b]);
@@ -234,7 +240,7 @@ void multiply_rows(const Product& product, Steps (&steps)[kTiles], int64_t tile,
                     if constexpr (kLow > 0) rest = V::addi(V::template up<kLow>(rest), sums[t][1][1][b]);
                     total = V::addi(V::template up<8>(total), rest);
                 }
-                const F value = V::fma(V::to_float(total), block_scale, block_offset);
+                const F value = V::fma(V::to_float(total), span_scale, span_offset);
                 sum[t][b] = V::fma(group_scale[t], value, sum[t][b]);
             }
         }
