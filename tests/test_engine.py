@@ -38,8 +38,8 @@ from otaro.text import MOST_HELD, TextStream
 
 WIDTHS = list(Precision)
 
-# Activations are rounded to 8 bits of the largest of 32 or 64 neighbours: at most 1/254 of it each, about 0.5 % of the result
-# in all; or to 16 bits (fine). Sums and steps are exact.
+# Activations are rounded to 8 bits of the largest of 32 or 64 neighbours: at most 1/254 of it each, about 0.5 % of the
+# result in all; or to 16 bits (fine). Sums and steps are exact.
 PRODUCT_BUDGET = {False: 1e-2, True: 5e-5}
 # Through the layers of a model rounding adds up; float16 keys and values add about 1e-3.
 FINE_BUDGET = 2e-3

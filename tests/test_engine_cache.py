@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +73,25 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_logits_agree_with_an_emulation(folder: Path) -> None:
     model = otaro.load(folder)
+    chance = random.Random(0)
+    prompts = [[chance.randrange(architectures.VOCABULARY) for _ in range(30)] for _ in range(8)]
 
-    def emulated(cache: DynamicCache) -> torch.Tensor:
+    def emulated(prompt: list[int], cache: DynamicCache) -> torch.Tensor:
         with torch.inference_mode():
-            logits: torch.Tensor = model(input_ids=torch.tensor([PROMPT]), past_key_values=cache).logits[0]
+            logits: torch.Tensor = model(input_ids=torch.tensor([prompt]), past_key_values=cache).logits[0]
         return logits
 
-    plain = emulated(DynamicCache(config=model.config))
     for precision in Precision:
-        expected = emulated(RoundedCache(precision))
-        found = torch.from_numpy(Engine(folder, threads=2, kv_cache=precision).logits(PROMPT))
-        error = float((found - expected).norm() / expected.norm())
-        # A key that falls on the other side of a cell's border changes by a whole step. What the codes
-        # themselves change is about ten times that.
-        assert error < float((plain - expected).norm() / expected.norm()) / 4, precision
+        engine = Engine(folder, threads=2, kv_cache=precision)
+        shares = []
+        for prompt in prompts:
+            plain = emulated(prompt, DynamicCache(config=model.config))
+            expected = emulated(prompt, RoundedCache(precision))
+            found = torch.from_numpy(engine.logits(prompt))
+            shares.append(float((found - expected).norm() / (plain - expected).norm()))
+        # A key that falls on the other side of a cell's border changes by a whole step: of some prompts one does, of
+        # others none, so their mean counts, 0.26 at most. Other codes, or none, would give more than 1.
+        assert statistics.mean(shares) < 0.4, precision
 
 
 def test_threads_batches_and_repetition_change_no_bit(folder: Path) -> None:
