@@ -98,7 +98,6 @@ class EmulatedKernel:
         split = call.stretches if call.stretches > 1 else 0
         written = {
             "qkv": floats * batch * sizes[0].rows,
-            "query": floats * heads * call.dimension,
             "partial": floats * heads * split * call.dimension,
             "extremes": floats * heads * split * 2,
             "mixed": 2 * heads * call.dimension,

@@ -367,6 +367,8 @@ DEVICE u32 add_and_see(u32* counter, u32 count) {
     machine::yield(); // others come in between
     return before;
 }
+DEVICE void add_to(u32* counter, u32 count) { add_and_see(counter, count); }
+DEVICE void prefetch(const void* from) { machine::check_global(from, 1, false); }
 DEVICE void await_count(const u32* counter, u32 count) {
     while (load_global(counter) < count) machine::yield();
     machine::progress++;

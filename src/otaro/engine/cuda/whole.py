@@ -19,6 +19,7 @@ from otaro.engine.cuda.model import DeviceModel, Layer
 from otaro.engine.cuda.rows import CacheLayout, Rows
 from otaro.ops import cuda
 from otaro.ops.cuda import calls, compiler, step
+from otaro.ops.cuda.calls import MOST_BATCH
 from otaro.packing import BASE
 from otaro.precision import NARROWEST
 
@@ -35,13 +36,13 @@ def whole_step(model: DeviceModel, widths: bytes, layout: CacheLayout) -> Whole 
         return None
     if dimension & (dimension - 1) or not 8 <= dimension <= step.MOST_DIMENSION:
         return None
-    if shape.hidden % 4 or shape.intermediate % 4 or shape.heads * dimension % 4:
+    if shape.hidden % 4 or shape.intermediate % 8:
         return None
     matrices = [_matrices(layer) for layer in model.layers]
     if not matrices or any(found is None for found in matrices) or not isinstance(model.head, PackedMatrix):
         return None
     most = max(widths[1], widths[-1]) - NARROWEST.mantissa
-    if step.slots(most, cuda.device_limits(model.device.index or 0)) == 0:
+    if step.slots(most, MOST_BATCH, dimension, cuda.device_limits(model.device.index or 0)) == 0:
         return None
     return Whole(model, widths, [found for found in matrices if found is not None], model.head)
 
@@ -79,32 +80,32 @@ class Whole:
     def logits(self, x: Tensor, rows: Rows, head_rows: int) -> Tensor:
         """The first logits of each row, from the embeddings of their tokens, which are used up."""
         model, shape = self._model, self._model.shape
-        count, inner = x.shape[0], shape.heads * shape.head_dimension
+        count, dimension = x.shape[0], shape.head_dimension
         split = rows.stretches if rows.stretches > 1 else 0
 
         def floats(*size: int) -> Tensor:
             return torch.empty(size, dtype=torch.float32, device=x.device)
 
-        qkv, query = floats(count, self._first[0].rows), floats(count, inner)
-        partial = floats(count, shape.heads, split, shape.head_dimension)
+        qkv = floats(count, self._first[0].rows)
+        partial = floats(count, shape.heads, split, dimension)
         extremes = floats(count, shape.heads, split, 2)
-        mixed = torch.empty((count, inner), dtype=model.dtype, device=x.device)
+        mixed = torch.empty((count, shape.heads * dimension), dtype=model.dtype, device=x.device)
         between = torch.empty((count, shape.intermediate), dtype=model.dtype, device=x.device)
         logits = torch.empty((count, head_rows), dtype=torch.float16, device=x.device)
         head = calls.c_planes(self._head.fragments(self._head_width), self._head_extra)
         head.rows = head_rows
         most = max(self._extra, self._head_extra)
-        slots = step.slots(most, cuda.device_limits(self._index))
+        slots = step.slots(most, count, dimension, cuda.device_limits(self._index))
         call = step.CStep(
             self._table.data_ptr(),
             head,
             (ctypes.c_void_p * step.MATRICES)(*map(_address, self._biases)),
             *map(_address, (self._norms, model.final_norm, self._query_norms, self._key_norms, model.frequency)),
             *map(_address, (self._windows, rows.positions, rows.places[0], rows.places[1])),
-            *map(_address, (x, qkv, query, partial, extremes, mixed, between, logits, self._counters)),
+            *map(_address, (x, qkv, partial, extremes, mixed, between, logits, self._counters)),
             (step.CSize * step.MATRICES)(*map(_size, self._first)),
             *(shape.layers, count, int(model.dtype == torch.bfloat16), shape.hidden, shape.intermediate, shape.heads),
-            *(shape.kv_heads, shape.head_dimension, *self._first[0].starts[1:], rows.stretches, slots),
+            *(shape.kv_heads, dimension, *self._first[0].starts[1:], rows.stretches, slots),
             *(shape.norm_epsilon, shape.rope_factor),
         )
         kernel = compiler.kernel(
@@ -115,7 +116,9 @@ class Whole:
             OTARO_COLUMNS=calls.kernel_columns(count),
         )
         blocks = cuda.device_limits(self._index).processors
-        kernel.launch(call, blocks, step.threads(count), step.shared_bytes(slots, most), together=True)
+        kernel.launch(
+            call, blocks, step.threads(count), step.shared_bytes(slots, most, count, dimension), together=True
+        )
         return logits
 
 

@@ -44,6 +44,11 @@ DEVICE uint4 load_fresh(const uint4* from) {
                  : "memory");
     return value;
 }
+DEVICE float load_fresh(const float* from) {
+    float value;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+    return value;
+}
 DEVICE float4 load_fresh(const float4* from) {
     float4 value;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -52,6 +57,9 @@ DEVICE float4 load_fresh(const float4* from) {
                  : "memory");
     return value;
 }
+
+// Bytes that will be read soon come nearer.
+DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 DEVICE u32 rotate_right(u32 word, int count) { return __funnelshift_r(word, word, count); }
 DEVICE u32 permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
@@ -158,17 +166,14 @@ DEVICE bool barrier_passed(u64* barrier, u32 phase) {
                  : "memory");
     return done != 0;
 }
-DEVICE u64 nanoseconds() {
-    u64 time;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-    return time;
-}
-// Waits for the end of a phase. A copy that does not come ends the kernel with an error after four seconds, not never.
+DEVICE u64 cycles() { return clock64(); }
+constexpr u64 MOST_CYCLES = 8000000000ull;
+// Waits for the end of a phase. A copy that does not come ends the kernel with an error after some seconds, not never.
 DEVICE void barrier_wait(u64* barrier, u32 phase) {
     if (barrier_passed(barrier, phase)) return;
-    u64 start = nanoseconds();
+    const u64 start = cycles();
     while (!barrier_passed(barrier, phase))
-        if (nanoseconds() - start > 4000000000ull) asm volatile("trap;");
+        if (cycles() - start > MOST_CYCLES) asm volatile("trap;");
 }
 
 // Where the launch allows it, the next kernel may start its own preparations, and this one awaits its predecessor.
@@ -188,11 +193,14 @@ DEVICE u32 add_and_see(u32* counter, u32 count) {
                  : "memory");
     return before;
 }
+DEVICE void add_to(u32* counter, u32 count) {
+    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(count) : "memory");
+}
 DEVICE void await_count(const u32* counter, u32 count) {
-    u64 start = nanoseconds();
+    const u64 start = cycles();
     u32 seen;
     do {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        if (seen < count && nanoseconds() - start > 4000000000ull) asm volatile("trap;");
+        if (seen < count && cycles() - start > MOST_CYCLES) asm volatile("trap;");
     } while (seen < count);
 }

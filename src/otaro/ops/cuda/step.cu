@@ -6,8 +6,8 @@
 // take phases in turn, after each of which all blocks meet:
 //
 //     query, key, value      of the normed residual stream
-//     rotation               queries; keys and values into the cache
-//     attention              a stretch of 128 keys of a text and a key head at a time; the last one puts them together
+//     attention              rotation first, the new key and value into the cache; then a stretch of 128 keys of a text
+//                            and a key head at a time; the block that is done last puts stretches together
 //     output                 added to the residual stream
 //     gate, up               of the normed residual stream; silu(gate) · up
 //     down                   added to the residual stream
@@ -18,7 +18,7 @@
 // numbers depend on nothing that is beside it.
 
 constexpr int SLOT_UNITS = 8, MOST_SLOTS = 16, STRETCH = 128, MOST_BATCH = 16;
-constexpr int SUMS_BYTES = 32768, STEP_HEAD = 2048;
+constexpr int SUMS_BYTES = 32768, STEP_HEAD = 2048, STAGE_BYTES = 8192;
 constexpr int COPIERS = 4, COPIER_REGISTERS = 24; // warps: registers are given and taken by four at a time
 enum { QKV, OUTPUT, GATE_UP, DOWN, LAYER_MATRICES };
 
@@ -35,7 +35,7 @@ struct Step {
     const float* frequency;                        // [dimension / 2]
     const int* windows;                            // [layers], 0 for none
     const long long *positions, *addresses, *room; // of each row; its text's cache, and tokens that it has room for
-    float *x, *qkv, *query;                        // [batch][hidden], [batch][rows], [batch][heads · dimension]
+    float *x, *qkv;                                // [batch][hidden], [batch][rows]
     float *partial, *extremes;                     // [batch][heads][stretches][dimension], […][2]
     u16 *mixed, *inner, *logits;                   // [batch][heads · dimension], [batch][intermediate], [batch][rows]
     u32* counters;                                 // zeros: meetings, blocks that are done, then [batch][key heads]
@@ -65,17 +65,26 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
     u32 met = 0;
     int flushed = 0;
 
-    // Shared memory: barriers, what a block finds out once, sums of the warps (two sets), the ring.
+    // Shared memory: barriers, what a block finds out once, a stage for numbers on their way from one lane to another,
+    // sums of the warps (two sets), cosines and sines of each row's position, the ring.
     struct Shared {
         u64 full[MOST_SLOTS], empty[MOST_SLOTS];
         long long position[MOST_BATCH], address[MOST_BATCH], room[MOST_BATCH];
-        float squares[16][MOST_BATCH];
+        union {
+            float squares[WARPS][MOST_BATCH];
+            float extremes[2][4][WARPS]; // of the scores of four queries: the largest, the sum of the odds
+        };
         int last;
     };
     static_assert(sizeof(Shared) <= STEP_HEAD, "");
     DEVICE static Shared& shared() { return *(Shared*)shared_memory(); }
-    DEVICE static float* sums() { return (float*)(shared_memory() + STEP_HEAD); }
-    DEVICE static u8* slot(int number) { return shared_memory() + STEP_HEAD + SUMS_BYTES + number * SLOT; }
+    DEVICE static u8* stage() { return shared_memory() + STEP_HEAD; }
+    DEVICE static float* sums() { return (float*)(shared_memory() + STEP_HEAD + STAGE_BYTES); }
+    DEVICE static float* angles() { return (float*)(shared_memory() + STEP_HEAD + STAGE_BYTES + SUMS_BYTES); }
+    DEVICE u8* slot(int number) const {
+        const int table = (step.batch * step.dimension * (int)sizeof(float) + 127) / 128 * 128;
+        return (u8*)angles() + table + number * SLOT;
+    }
 
     DEVICE static void meet() { synchronize_threads(THREADS); }
     DEVICE void next() {
@@ -137,9 +146,11 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
 
     // A matrix times x, which `load(x, unit)` brings; `begun` are called when the first of x is there. Every result goes
     // to store(row, column, value), or of a tile of gates and what they let through to store(row, column, gate, up).
-    template <int BITS, bool GATED, class Load, class Begun, class Store>
-    DEVICE void multiply(int rows, int units, Load load, Begun begun, Store store) {
+    // What is added to a result, before(row, column), is on its way while the products are made.
+    template <int BITS, bool GATED, class Load, class Begun, class Before, class Store>
+    DEVICE void multiply(int rows, int units, Load load, Begun begun, Before before, Store store) {
         int begin, count = share(rows, begin);
+        if (count == 0) return;
         const bool both = wide(units);
         const int across = both ? 2 * SLOT_UNITS : SLOT_UNITS, half = warp() / SLOT_UNITS;
         const int own = both ? warp() : warp() % SLOT_UNITS, used = smaller(across, units);
@@ -169,21 +180,24 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
                     next();
                 }
             }
+            float total[HELD];
+            start_tile(begin + group + warp(), warp() < tiles, total, before);
             meet();
             // Each tile is summed up by one warp, while the others begin with the next.
+            NO_UNROLL
             for (int tile = warp(); tile < tiles; tile += WARPS) {
-                float total[HELD];
-                UNROLL
-                for (int j = 0; j < HELD; j++) total[j] = 0;
-                const float* from =
+                if (tile != warp()) start_tile(begin + group + tile, true, total, before);
+                const float* const from =
                     partial + (tile * WARPS + (both ? 0 : (tile % (WARPS / SLOT_UNITS)) * SLOT_UNITS)) * SUMS;
-                for (int part = 0; part < used; part++, from += SUMS) {
+                UNROLL
+                for (int part = 0; part < WARPS; part++) {
+                    if (part >= used) break;
                     if constexpr (COLUMNS == 1) {
-                        total[0] += load_shared(from + (lane() & 15));
+                        total[0] += load_shared(from + part * SUMS + (lane() & 15));
                     } else {
                         UNROLL
                         for (int n = 0; n < TILES; n++) {
-                            float4 four = load_shared((const float4*)from + n * 32 + lane());
+                            float4 four = load_shared((const float4*)(from + part * SUMS) + n * 32 + lane());
                             total[4 * n] += four.x, total[4 * n + 1] += four.y, total[4 * n + 2] += four.z,
                                 total[4 * n + 3] += four.w;
                         }
@@ -222,6 +236,16 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         }
     }
 
+    // What is added to the results of a tile, in the order in which a lane holds them.
+    template <class Before> DEVICE void start_tile(int tile, bool there, float (&total)[HELD], Before before) {
+        UNROLL
+        for (int j = 0; j < HELD; j++) {
+            const int row = COLUMNS == 1 ? lane() & 15 : (lane() >> 2) + 4 * (j & 2);
+            const int column = COLUMNS == 1 ? 0 : 8 * (j >> 2) + 2 * (lane() & 3) + (j & 1);
+            total[j] = there ? before(16 * tile + row, column) : 0.0f;
+        }
+    }
+
     template <bool GATED, class Store> DEVICE void store_tile(int tile, const float (&total)[HELD], Store store) {
         if constexpr (GATED && COLUMNS == 1) {
             float up = shuffle_xor(total[0], 8);
@@ -242,104 +266,189 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
 
     // ---- what is multiplied -----------------------------------------------------------------------------------------
 
-    // The residual stream times the weights of its norm, as half floats times a power of two for each row and unit; what
-    // its norm divides by comes as a factor of the results. Squares of a row are added to `squares`.
-    template <int BITS>
-    DEVICE void load_normed(Activations<TILES>& x, const float* weight, int unit, float (&squares)[TILES]) {
-        UNROLL
-        for (int tile = 0; tile < TILES; tile++) {
-            const int row = 8 * tile + (lane() >> 2), column = 256 * unit + 4 * (lane() & 3);
-            float4 value[4][4];
-            float largest = 0;
-            UNROLL
-            for (int g = 0; g < 4; g++) UNROLL
-            for (int s = 0; s < 4; s++) {
-                const int at = column + 64 * g + 16 * s;
-                float4& v = value[g][s];
-                v = {0, 0, 0, 0};
-                if (row < step.batch && at < step.hidden) {
-                    v = load_fresh((const float4*)(step.x + row * step.hidden + at));
-                    float4 w = load_global((const float4*)(weight + at));
-                    squares[tile] += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-                    v = {v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w};
-                    largest =
-                        larger(larger(larger(largest, size_of(v.x)), size_of(v.y)), larger(size_of(v.z), size_of(v.w)));
-                }
-            }
-            UNROLL
-            for (int mask = 1; mask <= 2; mask *= 2) largest = larger(largest, shuffle_xor(largest, mask));
-            const int field = half_field(largest);
-            const float scale = float_of_bits((u32)field << 23);
-            UNROLL
-            for (int g = 0; g < 4; g++) UNROLL
-            for (int s = 0; s < 4; s++) {
-                x.words[tile][g][2 * s] = halves_of_floats(value[g][s].x * scale, value[g][s].y * scale);
-                x.words[tile][g][2 * s + 1] = halves_of_floats(value[g][s].z * scale, value[g][s].w * scale);
-            }
-            prepare_activations<BITS>(x, tile, float_of_bits((u32)(254 - field) << 23));
+    // Lanes bring eight neighbouring columns of a row each, and take what the tensor cores want of them.
+    DEVICE void deal(Activations<TILES>& x, int tile, int row, const uint4& words) {
+        const uint2* const own = (const uint2*)(stage() + 512 * warp());
+        store_shared((uint4*)own + lane(), words);
+        synchronize_warp();
+        if ((lane() >> 2) == row) UNROLL
+        for (int g = 0; g < 4; g++) UNROLL
+        for (int s = 0; s < 4; s++) {
+            uint2 two = load_shared(own + 16 * g + 4 * s + (lane() & 3));
+            x.words[tile][g][2 * s] = two.x, x.words[tile][g][2 * s + 1] = two.y;
         }
+        synchronize_warp();
     }
-    DEVICE float squares_of(int tile, int unit) {
-        const int row = 8 * tile + (lane() >> 2), column = 256 * unit + 4 * (lane() & 3);
-        float sum = 0;
-        for (int at = column; at < smaller(column + 256, step.hidden); at += 16)
-            if (row < step.batch) {
-                float4 v = load_fresh((const float4*)(step.x + row * step.hidden + at));
-                sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-            }
-        return sum;
+    DEVICE static float largest_of_warp(float value) {
+        UNROLL
+        for (int mask = 16; mask > 0; mask >>= 1) value = larger(value, shuffle_xor(value, mask));
+        return value;
+    }
+    DEVICE static float sum_of_warp(float value) {
+        UNROLL
+        for (int mask = 16; mask > 0; mask >>= 1) value += shuffle_xor(value, mask);
+        return value;
     }
 
-    // What the norm of each of the lane's columns multiplies by, once all warps have added up their squares.
-    DEVICE void share_squares(float (&squares)[TILES], int units, float (&factor)[TILES][2]) {
+    // A unit of all rows: `bring(row)` begins to load a lane's eight columns, `make(row, them, scaled)` says what they are
+    // as half floats and returns what these are too small by.
+    template <int BITS, class Loaded, class Bring, class Make>
+    DEVICE void load_rows(Activations<TILES>& x, Bring bring, Make make) {
+        constexpr int ROWS = COLUMNS == 1 ? 1 : 4; // that are on their way together
         UNROLL
         for (int tile = 0; tile < TILES; tile++) {
-            for (int unit = warp() + WARPS; unit < units; unit += WARPS) squares[tile] += squares_of(tile, unit);
-            squares[tile] += shuffle_xor(squares[tile], 1);
-            squares[tile] += shuffle_xor(squares[tile], 2);
-            if ((lane() & 3) == 0) store_shared(&shared().squares[warp()][8 * tile + (lane() >> 2)], squares[tile]);
+            float factor = 1;
+            UNROLL
+            for (int g = 0; g < 4; g++) UNROLL
+            for (int j = 0; j < 8; j++) x.words[tile][g][j] = 0;
+            NO_UNROLL
+            for (int first = 0; first < 8 && 8 * tile + first < step.batch; first += ROWS) {
+                Loaded loaded[ROWS];
+                UNROLL
+                for (int i = 0; i < ROWS; i++) loaded[i] = bring(smaller(8 * tile + first + i, step.batch - 1));
+                UNROLL
+                for (int i = 0; i < ROWS; i++) {
+                    if (8 * tile + first + i >= step.batch) break;
+                    uint4 words;
+                    const float own = make(8 * tile + first + i, loaded[i], words);
+                    if ((lane() >> 2) == first + i) factor = own;
+                    deal(x, tile, first + i, words);
+                }
+            }
+            prepare_activations<BITS>(x, tile, factor);
+        }
+    }
+
+    struct Eight {
+        float4 low, high;
+    };
+    DEVICE Eight eight_of(const float* from, int column, bool constant) const {
+        Eight value;
+        const int low = column < step.hidden ? column : 0, high = column + 4 < step.hidden ? column + 4 : 0;
+        value.low = constant ? load_global((const float4*)(from + low)) : load_fresh((const float4*)(from + low));
+        value.high = constant ? load_global((const float4*)(from + high)) : load_fresh((const float4*)(from + high));
+        if (column >= step.hidden) value.low = {0, 0, 0, 0};
+        if (column + 4 >= step.hidden) value.high = {0, 0, 0, 0};
+        return value;
+    }
+    DEVICE static float squares_of(const Eight& v) {
+        return sum_of_warp(v.low.x * v.low.x + v.low.y * v.low.y + v.low.z * v.low.z + v.low.w * v.low.w +
+                           v.high.x * v.high.x + v.high.y * v.high.y + v.high.z * v.high.z + v.high.w * v.high.w);
+    }
+
+    // The residual stream times the weights of its norm, as half floats times a power of two for each row and unit; what
+    // its norm divides by comes as a factor of the results. Squares of a row are noted the `first` time.
+    template <int BITS> DEVICE void load_normed(Activations<TILES>& x, const float* weight, int unit, bool first) {
+        const int column = 256 * unit + 8 * lane();
+        const Eight w = eight_of(weight, column, true);
+        load_rows<BITS, Eight>(
+            x, [&](int row) { return eight_of(step.x + row * step.hidden, column, false); },
+            [&](int row, Eight& v, uint4& words) {
+                if (first) {
+                    const float squares = squares_of(v);
+                    if (lane() == 0) store_shared(&shared().squares[warp()][row], squares);
+                }
+                v.low = {v.low.x * w.low.x, v.low.y * w.low.y, v.low.z * w.low.z, v.low.w * w.low.w};
+                v.high = {v.high.x * w.high.x, v.high.y * w.high.y, v.high.z * w.high.z, v.high.w * w.high.w};
+                float largest =
+                    larger(larger(size_of(v.low.x), size_of(v.low.y)), larger(size_of(v.low.z), size_of(v.low.w)));
+                largest = larger(largest, larger(larger(size_of(v.high.x), size_of(v.high.y)),
+                                                 larger(size_of(v.high.z), size_of(v.high.w))));
+                const int field = half_field(largest_of_warp(largest));
+                const float scale = float_of_bits((u32)field << 23);
+                words.x = halves_of_floats(v.low.x * scale, v.low.y * scale);
+                words.y = halves_of_floats(v.low.z * scale, v.low.w * scale);
+                words.z = halves_of_floats(v.high.x * scale, v.high.y * scale);
+                words.w = halves_of_floats(v.high.z * scale, v.high.w * scale);
+                return float_of_bits((u32)(254 - field) << 23);
+            });
+    }
+
+    // What the norm of each of the lane's columns multiplies by, once all warps have noted their squares.
+    DEVICE void share_squares(int units, float (&factor)[TILES][2]) {
+        NO_UNROLL
+        for (int unit = warp() + WARPS; unit < units; unit += WARPS) NO_UNROLL
+        for (int row = 0; row < step.batch; row++) {
+            const float more = squares_of(eight_of(step.x + row * step.hidden, 256 * unit + 8 * lane(), false));
+            float* const own = &shared().squares[warp()][row];
+            if (lane() == 0) store_shared(own, load_shared(own) + more);
         }
         meet();
+        // Where tiles are divided between two sets of warps, the second has the units of the first again.
+        const int count = wide(units) ? WARPS : SLOT_UNITS;
         UNROLL
         for (int tile = 0; tile < TILES; tile++) UNROLL
         for (int j = 0; j < 2; j++) {
             const int column = 8 * tile + 2 * (lane() & 3) + j;
             float sum = 0;
-            for (int w = 0; w < smaller(WARPS, units); w++) sum += load_shared(&shared().squares[w][column]);
+            UNROLL
+            for (int w = 0; w < WARPS; w++) {
+                const float part = load_shared(&shared().squares[w][column]);
+                sum += w < count && column < step.batch ? part : 0.0f;
+            }
             factor[tile][j] = inverse_root(sum / step.hidden + step.epsilon);
         }
     }
 
     template <int BITS, bool GATED, class Store>
     DEVICE void multiply_normed(const float* weight, int rows, int units, Store store) {
-        float squares[TILES] = {}, factor[TILES][2];
-        bool shared_already = false;
+        float factor[TILES][2];
+        bool first = true;
         multiply<BITS, GATED>(
-            rows, units,
-            [&](Activations<TILES>& x, int unit) {
-                float unused[TILES] = {};
-                load_normed<BITS>(x, weight, unit, shared_already ? unused : squares);
-            },
+            rows, units, [&](Activations<TILES>& x, int unit) { load_normed<BITS>(x, weight, unit, first); },
             [&](Activations<TILES>& x) {
-                if (!shared_already) {
-                    // Where tiles are divided between two sets of warps, the second has the units of the first again.
-                    if (!wide(units) && warp() >= SLOT_UNITS) UNROLL
-                    for (int tile = 0; tile < TILES; tile++) squares[tile] = 0;
-                    share_squares(squares, units, factor);
-                    shared_already = true;
-                }
+                if (first) share_squares(units, factor);
+                first = false;
                 UNROLL
                 for (int tile = 0; tile < TILES; tile++) UNROLL
                 for (int j = 0; j < 2; j++) x.factor[tile][j] *= factor[tile][j];
             },
-            store);
+            [](int, int) { return 0.0f; }, store);
     }
-    template <int BITS, class Store>
-    DEVICE void multiply_plain(const u16* x, int columns, int rows, int units, Store store) {
-        const Source source = {x, step.batch, columns, step.bfloat};
+    // Rows of half floats or bfloat16, added to the residual stream.
+    template <int BITS> DEVICE void multiply_plain(const u16* from, int layer, int matrix) {
+        const int columns = step.size[matrix].columns;
         multiply<BITS, false>(
-            rows, units, [&](Activations<TILES>& words, int unit) { load_activations<BITS>(words, source, unit); },
-            [](Activations<TILES>&) {}, store);
+            step.size[matrix].rows, step.size[matrix].units,
+            [&](Activations<TILES>& x, int unit) {
+                const int column = 256 * unit + 8 * lane();
+                load_rows<BITS, uint4>(
+                    x,
+                    [&](int row) {
+                        uint4 value =
+                            load_fresh((const uint4*)(from + row * columns + (column < columns ? column : 0)));
+                        if (column >= columns) value = {0, 0, 0, 0};
+                        return value;
+                    },
+                    [&](int, const uint4& value, uint4& words) {
+                        words = value;
+                        return step.bfloat ? halve_bfloats(words) : 1.0f;
+                    });
+            },
+            [](Activations<TILES>&) {},
+            [&](int row, int column) {
+                if (row >= step.hidden || column >= step.batch) return 0.0f;
+                return load_fresh((const float*)(step.x + column * step.hidden + row)) + bias_of(layer, matrix, row);
+            },
+            [&](int row, int column, float value) {
+                if (row < step.hidden && column < step.batch) store_global(step.x + column * step.hidden + row, value);
+            });
+    }
+    // As `scale_bfloats` has it.
+    DEVICE static float halve_bfloats(uint4& words) {
+        u32 own[4] = {words.x, words.y, words.z, words.w};
+        float largest = 0;
+        UNROLL
+        for (int j = 0; j < 4; j++)
+            largest = larger(
+                largest, larger(size_of(float_of_bits(own[j] << 16)), size_of(float_of_bits(own[j] & 0xFFFF0000u))));
+        const int field = half_field(largest_of_warp(largest));
+        const float scale = float_of_bits((u32)field << 23);
+        UNROLL
+        for (int j = 0; j < 4; j++)
+            own[j] = halves_of_floats(float_of_bits(own[j] << 16) * scale, float_of_bits(own[j] & 0xFFFF0000u) * scale);
+        words = {own[0], own[1], own[2], own[3]};
+        return float_of_bits((u32)(254 - field) << 23);
     }
 
     DEVICE float bias_of(int layer, int matrix, int row) const {
@@ -350,14 +459,6 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
     DEVICE u16 rounded(float value) const {
         return (u16)(step.bfloat ? bfloats_of_floats(value, 0) : halves_of_floats(value, 0));
     }
-    DEVICE auto add_to_stream(int layer, int matrix) {
-        return [this, layer, matrix](int row, int column, float value) {
-            if (row >= step.hidden || column >= step.batch) return;
-            float* const to = step.x + column * step.hidden + row;
-            store_global(to, load_fresh((const float*)to) + value + bias_of(layer, matrix, row));
-        };
-    }
-
     // ---- attention --------------------------------------------------------------------------------------------------
 
     // Where a key (0) or value (1) of a row's text lies.
@@ -366,95 +467,84 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         return (u16*)shared().address[row] + line * step.dimension;
     }
 
-    DEVICE void rotate(int layer) {
-        const int heads = step.heads + 2 * step.kv_heads, half = step.dimension / 2;
-        for (int item = block_index() + grid_blocks() * warp(); item < step.batch * heads;
-             item += grid_blocks() * WARPS) {
-            const int row = item / heads, head = item % heads;
-            const long long position = shared().position[row];
-            if (position < 0) continue;
-            const bool is_query = head < step.heads, is_value = head >= step.heads + step.kv_heads;
-            const int start = is_query   ? head * step.dimension
-                              : is_value ? step.value_row + (head - step.heads - step.kv_heads) * step.dimension
-                                         : step.key_row + (head - step.heads) * step.dimension;
-            const float* const from = step.qkv + (long long)row * step.size[QKV].rows + start;
-            const float* norms = is_query ? step.query_norms : step.key_norms;
-            float scale = 1;
-            if (is_value) norms = nullptr;
-            if (norms != nullptr) {
-                norms += layer * step.dimension;
-                float sum = 0;
-                for (int d = lane(); d < step.dimension; d += 32) {
-                    float value = load_fresh(from + d);
-                    sum += value * value;
-                }
-                for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
-                scale = inverse_root(sum / step.dimension + step.epsilon);
-            }
-            for (int d = lane(); d < half; d += 32) {
-                float low = load_fresh(from + d), high = load_fresh(from + d + half);
-                if (norms != nullptr)
-                    low *= scale * load_global(norms + d), high *= scale * load_global(norms + d + half);
-                if (!is_value) {
-                    const float angle = (float)position * load_global(step.frequency + d);
-                    const float c = cosine(angle) * step.rope_factor, s = sine(angle) * step.rope_factor, old = low;
-                    low = old * c - high * s, high = high * c + old * s;
-                }
-                if (is_query) {
-                    float* const to = step.query + ((long long)row * step.heads + head) * step.dimension;
-                    store_global(to + d, low), store_global(to + d + half, high);
-                } else {
-                    u16* const to = cached(row, layer, is_value, (head - step.heads) % step.kv_heads, position);
-                    store_global(to + d, rounded(low)), store_global(to + d + half, rounded(high));
-                }
-            }
+    // Cosines, then sines of each row's angles, the same in all layers.
+    DEVICE void find_angles() {
+        const int half = step.dimension / 2;
+        for (int item = thread_index(); item < step.batch * half; item += THREADS) {
+            const int row = item / half, d = item % half;
+            const float angle = (float)shared().position[row] * load_global(step.frequency + d);
+            float* const to = angles() + row * step.dimension + d;
+            store_shared(to, cosine(angle) * step.rope_factor), store_shared(to + half, sine(angle) * step.rope_factor);
         }
+        meet();
+    }
+
+    // A stretch of keys of a row's text and a key head; a row has `count` stretches from `first` on.
+    struct Stretch {
+        int row, head, number, first, count;
+        long long begin, position; // the first key that is seen, the last
+    };
+    DEVICE bool find(int item, int window, Stretch& found) const {
+        int left = item;
+        for (found.row = 0; found.row < step.batch; found.row++) {
+            found.position = load_shared(&shared().position[found.row]);
+            if (found.position < 0) continue;
+            found.begin = window > 0 && found.position + 1 > window ? found.position + 1 - window : 0;
+            found.first = (int)(found.begin / STRETCH);
+            found.count = (int)(found.position / STRETCH) - found.first + 1;
+            if (left < found.count * step.kv_heads) break;
+            left -= found.count * step.kv_heads;
+        }
+        found.head = left % step.kv_heads, found.number = found.first + left / step.kv_heads;
+        return found.row < step.batch;
+    }
+
+    // Keys and values that a block will look at first come from memory while it multiplies.
+    DEVICE void expect_keys(int layer) const {
+        Stretch stretch;
+        if (!find(block_index(), load_global(step.windows + layer), stretch)) return;
+        const long long start = (long long)stretch.number * STRETCH;
+        const int keys = (int)(stretch.position - start < STRETCH ? stretch.position - start : STRETCH);
+        const int bytes = keys * step.dimension * (int)sizeof(u16), lines = (bytes + 127) / 128;
+        for (int item = thread_index(); item < 2 * lines; item += THREADS)
+            prefetch((const u8*)cached(stretch.row, layer, item / lines, stretch.head, start) + item % lines * 128);
     }
 
     DEVICE void attend(int layer) {
-        const int window = load_global(step.windows + layer);
-        for (int item = block_index();; item += grid_blocks()) {
-            int row = 0, left = item, first = 0, count = 0;
-            long long position = -1, begin = 0;
-            for (; row < step.batch; row++) {
-                position = shared().position[row];
-                if (position < 0) continue;
-                begin = window > 0 && position + 1 > window ? position + 1 - window : 0;
-                first = (int)(begin / STRETCH), count = (int)(position / STRETCH) - first + 1;
-                if (left < count * step.kv_heads) break;
-                left -= count * step.kv_heads;
-            }
-            if (row == step.batch) return;
-            const int head = left % step.kv_heads, stretch = first + left / step.kv_heads;
-            const int group = step.heads / step.kv_heads;
-            for (int query = 0; query < group; query += 4)
-                attend_stretch(layer, row, head, head * group + query, smaller(4, group - query), stretch, begin,
-                               position, count == 1);
-            if (count > 1) combine(row, head, first, count);
+        const int window = load_global(step.windows + layer), group = step.heads / step.kv_heads;
+        const int together = step.dimension > 128 ? 2 : 4; // queries
+        Stretch stretch;
+        for (int item = block_index(); find(item, window, stretch); item += grid_blocks()) {
+            for (int query = 0; query < group; query += together)
+                attend_stretch(layer, stretch, query, smaller(together, group - query));
+            if (stretch.count > 1) combine(stretch);
         }
     }
 
     // Up to four queries of a key head against a stretch of keys. A lane has eight dimensions of a key, so several keys
     // are looked at side by side; a warp has its own keys, and warps are put together in the end.
-    DEVICE void attend_stretch(int layer, int row, int head, int query, int queries, int stretch, long long begin,
-                               long long position, bool alone) {
+    DEVICE void attend_stretch(int layer, const Stretch& stretch, int query, int queries) {
         constexpr int KEYS = STRETCH / WARPS, CHUNK = 4;
         const int lanes = step.dimension / 8, beside = 32 / lanes, own = lane() / lanes, d = 8 * (lane() % lanes);
-        const long long start = (long long)stretch * STRETCH + warp() * KEYS;
-        const float size = inverse_root((float)step.dimension);
+        const int row = stretch.row, head = stretch.head;
+        const long long start = (long long)stretch.number * STRETCH + warp() * KEYS;
+        const bool newest = stretch.position / STRETCH == stretch.number && query == 0;
+        for (int vector = warp(); vector < queries + (newest ? 2 : 0); vector += WARPS)
+            rotate(layer, row, head, stretch.position, query, vector < queries ? vector : vector - queries - 2);
+        meet();
         float q[4][8], mixed[4][8], most[4], total[4];
         UNROLL
         for (int g = 0; g < 4; g++) {
             most[g] = -INFINITE, total[g] = 0;
             UNROLL
-            for (int j = 0; j < 8; j++) q[g][j] = mixed[g][j] = 0;
-            if (g >= queries) continue;
-            const float* from = step.query + ((long long)row * step.heads + query + g) * step.dimension + d;
-            UNROLL
             for (int j = 0; j < 2; j++) {
-                float4 four = load_fresh((const float4*)from + j);
+                float4 four = {0, 0, 0, 0};
+                if (g < queries)
+                    four = load_shared((const float4*)((const float*)stage() + g * step.dimension + d) + j);
                 q[g][4 * j] = four.x, q[g][4 * j + 1] = four.y, q[g][4 * j + 2] = four.z, q[g][4 * j + 3] = four.w;
             }
+            UNROLL
+            for (int j = 0; j < 8; j++) mixed[g][j] = 0;
         }
         NO_UNROLL
         for (int chunk = 0; chunk < KEYS; chunk += CHUNK * beside) {
@@ -463,11 +553,12 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
             UNROLL
             for (int i = 0; i < CHUNK; i++) {
                 const int key = chunk + i * beside + own;
-                seen[i] = key < KEYS && start + key <= position && start + key >= begin;
-                keys[i] = values[i] = {0, 0, 0, 0};
-                if (!seen[i]) continue;
-                keys[i] = load_fresh((const uint4*)(cached(row, layer, 0, head, start + key) + d));
-                values[i] = load_fresh((const uint4*)(cached(row, layer, 1, head, start + key) + d));
+                seen[i] = key < KEYS && start + key <= stretch.position && start + key >= stretch.begin;
+                // What is not seen is loaded from a place that is there, so that no load waits for a branch.
+                const u16* const from = cached(row, layer, 0, head, seen[i] ? start + key : stretch.position) + d;
+                keys[i] = load_fresh((const uint4*)from);
+                values[i] = load_fresh((const uint4*)(from + (long long)step.kv_heads *
+                                                                 load_shared(&shared().room[row]) * step.dimension));
             }
             float odds[4][CHUNK];
             UNROLL
@@ -479,15 +570,20 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
                     float sum = 0;
                     UNROLL
                     for (int j = 0; j < 8; j++) sum += q[g][j] * key[j];
-                    for (int mask = 1; mask < lanes; mask *= 2) sum += shuffle_xor(sum, mask);
-                    odds[g][i] = seen[i] ? sum * size : -INFINITE;
+                    odds[g][i] = sum;
                 }
             }
+            for (int mask = 1; mask < lanes; mask *= 2) UNROLL
+            for (int g = 0; g < 4; g++) UNROLL
+            for (int i = 0; i < CHUNK; i++) odds[g][i] += shuffle_xor(odds[g][i], mask);
             UNROLL
             for (int g = 0; g < 4; g++) {
                 float higher = most[g];
                 UNROLL
-                for (int i = 0; i < CHUNK; i++) higher = larger(higher, odds[g][i]);
+                for (int i = 0; i < CHUNK; i++) {
+                    odds[g][i] = seen[i] ? odds[g][i] : -INFINITE;
+                    higher = larger(higher, odds[g][i]);
+                }
                 for (int mask = lanes; mask < 32; mask *= 2) higher = larger(higher, shuffle_xor(higher, mask));
                 const float level = higher == -INFINITE ? 0 : higher, fade = exponential(most[g] - level);
                 most[g] = higher, total[g] *= fade;
@@ -502,55 +598,99 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
                 unpack(value, values[i]);
                 UNROLL
                 for (int g = 0; g < 4; g++) UNROLL
-                for (int j = 0; j < 8; j++) mixed[g][j] += odds[g][i] * value[j];
+                for (int j = 0; j < 8; j++) mixed[g][j] += seen[i] ? odds[g][i] * value[j] : 0.0f;
             }
         }
         UNROLL
         for (int g = 0; g < 4; g++) {
-            for (int mask = lanes; mask < 32; mask *= 2) total[g] += shuffle_xor(total[g], mask);
-            UNROLL
-            for (int j = 0; j < 8; j++)
-                for (int mask = lanes; mask < 32; mask *= 2) mixed[g][j] += shuffle_xor(mixed[g][j], mask);
-            put_together(row, query + g, g < queries, stretch, alone, d, own == 0, most[g], total[g], mixed[g]);
+            if (g >= queries) break;
+            for (int mask = lanes; mask < 32; mask *= 2) {
+                total[g] += shuffle_xor(total[g], mask);
+                UNROLL
+                for (int j = 0; j < 8; j++) mixed[g][j] += shuffle_xor(mixed[g][j], mask);
+            }
+            float4* const to = (float4*)(sums() + (warp() * queries + g) * step.dimension + d);
+            if (own == 0) {
+                store_shared(to, float4{mixed[g][0], mixed[g][1], mixed[g][2], mixed[g][3]});
+                store_shared(to + 1, float4{mixed[g][4], mixed[g][5], mixed[g][6], mixed[g][7]});
+            }
+            if (lane() == 0)
+                store_shared(&shared().extremes[0][g][warp()], most[g]),
+                    store_shared(&shared().extremes[1][g][warp()], total[g]);
         }
+        meet();
+        put_together(stretch, head * (step.heads / step.kv_heads) + query, queries);
+        meet();
     }
 
-    // What all warps have of a query: dimensions, then the largest score and the sum of the odds.
-    DEVICE void put_together(int row, int query, bool there, int stretch, bool alone, int d, bool writes, float most,
-                             float total, const float (&mixed)[8]) {
-        if (!there) return;
-        const int line = step.dimension + 2;
-        float* const own = sums() + warp() * line;
-        if (writes) UNROLL
-        for (int j = 0; j < 8; j++) store_shared(own + d + j, mixed[j]);
-        if (lane() == 0) store_shared(own + step.dimension, most), store_shared(own + step.dimension + 1, total);
-        meet();
-        const int dimension = thread_index();
-        if (dimension < step.dimension) {
+    // What all warps have of some queries.
+    DEVICE void put_together(const Stretch& stretch, int query, int queries) {
+        for (int item = thread_index(); item < queries * step.dimension; item += THREADS) {
+            const int g = item / step.dimension, dimension = item % step.dimension;
             float highest = -INFINITE, sum = 0, value = 0;
-            for (int w = 0; w < WARPS; w++) highest = larger(highest, load_shared(sums() + w * line + step.dimension));
+            UNROLL
+            for (int w = 0; w < WARPS; w++) highest = larger(highest, load_shared(&shared().extremes[0][g][w]));
+            UNROLL
             for (int w = 0; w < WARPS; w++) {
-                const float share = exponential(load_shared(sums() + w * line + step.dimension) - highest);
-                sum += share * load_shared(sums() + w * line + step.dimension + 1);
-                value += share * load_shared(sums() + w * line + dimension);
+                const float share = exponential(load_shared(&shared().extremes[0][g][w]) - highest);
+                sum += share * load_shared(&shared().extremes[1][g][w]);
+                value += share * load_shared(sums() + (w * queries + g) * step.dimension + dimension);
             }
-            const long long place = (long long)row * step.heads + query;
-            if (alone) {
+            const long long place = (long long)stretch.row * step.heads + query + g;
+            if (stretch.count == 1) {
                 store_global(step.mixed + place * step.dimension + dimension, rounded(value / sum));
             } else {
-                const long long at = place * step.stretches + stretch;
+                const long long at = place * step.stretches + stretch.number;
                 store_global(step.partial + at * step.dimension + dimension, value);
                 if (dimension < 2) store_global(step.extremes + 2 * at + dimension, dimension == 0 ? highest : sum);
             }
         }
-        meet();
+    }
+
+    // A query by its number, the key (-2) or the value (-1) of a key head: normed, turned by its position, and put on the
+    // stage or into the cache.
+    DEVICE void rotate(int layer, int row, int head, long long position, int query, int vector) {
+        const int half = step.dimension / 2, group = step.heads / step.kv_heads;
+        const float* const from = step.qkv + (long long)row * step.size[QKV].rows +
+                                  (vector >= 0    ? (head * group + query + vector) * step.dimension
+                                   : vector == -2 ? step.key_row + head * step.dimension
+                                                  : step.value_row + head * step.dimension);
+        const float* norms = vector >= 0 ? step.query_norms : vector == -2 ? step.key_norms : nullptr;
+        float scale = 1;
+        if (norms != nullptr) {
+            norms += layer * step.dimension;
+            float sum = 0;
+            for (int d = lane(); d < step.dimension; d += 32) {
+                float value = load_fresh(from + d);
+                sum += value * value;
+            }
+            scale = inverse_root(sum_of_warp(sum) / step.dimension + step.epsilon);
+        }
+        const float* const turn = angles() + row * step.dimension;
+        const float size = inverse_root((float)step.dimension);
+        for (int d = lane(); d < half; d += 32) {
+            float low = load_fresh(from + d), high = load_fresh(from + d + half);
+            if (norms != nullptr) low *= scale * load_global(norms + d), high *= scale * load_global(norms + d + half);
+            if (vector != -1) {
+                const float c = load_shared(turn + d), s = load_shared(turn + half + d), old = low;
+                low = old * c - high * s, high = high * c + old * s;
+            }
+            if (vector >= 0) {
+                float* const to = (float*)stage() + vector * step.dimension + d;
+                store_shared(to, low * size), store_shared(to + half, high * size);
+            } else {
+                u16* const to = cached(row, layer, vector + 2, head, position) + d;
+                store_global(to, rounded(low)), store_global(to + half, rounded(high));
+            }
+        }
     }
 
     // The block that is the last to have looked at a stretch puts them together, in their order.
-    DEVICE void combine(int row, int head, int first, int count) {
+    DEVICE void combine(const Stretch& stretch) {
+        constexpr int CHUNK = 4;
         if (thread_index() == 0) {
-            u32* const counter = step.counters + 2 + row * step.kv_heads + head;
-            const bool last = add_and_see(counter, 1) == (u32)count - 1;
+            u32* const counter = step.counters + 2 + stretch.row * step.kv_heads + stretch.head;
+            const bool last = add_and_see(counter, 1) == (u32)stretch.count - 1;
             if (last) store_global(counter, 0u);
             store_shared(&shared().last, (int)last);
         }
@@ -558,16 +698,29 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         if (load_shared(&shared().last)) {
             const int group = step.heads / step.kv_heads;
             for (int item = thread_index(); item < group * step.dimension; item += THREADS) {
-                const long long place = (long long)row * step.heads + head * group + item / step.dimension;
-                const float* const extremes = step.extremes + 2 * (place * step.stretches + first);
-                const float* const partial =
-                    step.partial + (place * step.stretches + first) * step.dimension + item % step.dimension;
+                const long long place =
+                    (long long)stretch.row * step.heads + stretch.head * group + item / step.dimension;
+                const long long at = place * step.stretches + stretch.first;
+                const float* const extremes = step.extremes + 2 * at;
+                const float* const partial = step.partial + at * step.dimension + item % step.dimension;
                 float highest = -INFINITE, sum = 0, value = 0;
-                for (int s = 0; s < count; s++) highest = larger(highest, load_fresh(extremes + 2 * s));
-                for (int s = 0; s < count; s++) {
-                    const float share = exponential(load_fresh(extremes + 2 * s) - highest);
-                    sum += share * load_fresh(extremes + 2 * s + 1);
-                    value += share * load_fresh(partial + (long long)s * step.dimension);
+                NO_UNROLL
+                for (int s = 0; s < stretch.count; s += CHUNK) {
+                    float most[CHUNK], total[CHUNK], mixed[CHUNK];
+                    UNROLL
+                    for (int i = 0; i < CHUNK; i++) {
+                        const int own = smaller(s + i, stretch.count - 1);
+                        most[i] = load_fresh(extremes + 2 * own), total[i] = load_fresh(extremes + 2 * own + 1);
+                        mixed[i] = load_fresh(partial + (long long)own * step.dimension);
+                    }
+                    UNROLL
+                    for (int i = 0; i < CHUNK; i++) {
+                        if (s + i >= stretch.count) break;
+                        const float higher = larger(highest, most[i]);
+                        const float fade = exponential(highest - higher), share = exponential(most[i] - higher);
+                        sum = sum * fade + share * total[i], value = value * fade + share * mixed[i];
+                        highest = higher;
+                    }
                 }
                 store_global(step.mixed + place * step.dimension + item % step.dimension, rounded(value / sum));
             }
@@ -591,7 +744,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         meet();
         if (thread_index() == 0) {
             met += grid_blocks();
-            add_and_see(step.counters, 1);
+            add_to(step.counters, 1);
             await_count(step.counters, met);
         }
         meet();
@@ -602,6 +755,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         NO_UNROLL
         for (int layer = 0; layer < step.layers; layer++) {
             const float* const norms = step.norms + 2LL * layer * step.hidden;
+            expect_keys(layer);
             multiply_normed<EXTRA, false>(norms, size[QKV].rows, size[QKV].units,
                                           [this, layer](int row, int column, float value) {
                                               const int rows = step.size[QKV].rows;
@@ -610,12 +764,9 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
                                               store_global(step.qkv + (long long)column * rows + row, value);
                                           });
             meet_all();
-            rotate(layer);
-            meet_all();
             attend(layer);
             meet_all();
-            multiply_plain<EXTRA>(step.mixed, size[OUTPUT].columns, size[OUTPUT].rows, size[OUTPUT].units,
-                                  add_to_stream(layer, OUTPUT));
+            multiply_plain<EXTRA>(step.mixed, layer, OUTPUT);
             meet_all();
             multiply_normed<EXTRA, true>(
                 norms + step.hidden, size[GATE_UP].rows, size[GATE_UP].units,
@@ -627,8 +778,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
                     store_global(step.inner + (long long)column * step.intermediate + place, rounded(value));
                 });
             meet_all();
-            multiply_plain<EXTRA>(step.inner, step.intermediate, size[DOWN].rows, size[DOWN].units,
-                                  add_to_stream(layer, DOWN));
+            multiply_plain<EXTRA>(step.inner, layer, DOWN);
             meet_all();
         }
         multiply_normed<HEAD_EXTRA, false>(step.final_norm, step.head.rows, step.head.units,
@@ -656,6 +806,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         synchronize_block();
         if (warp() < WARPS) {
             take_registers<REGISTERS>();
+            find_angles();
             multiply_all();
         } else {
             give_registers<COPIER_REGISTERS>();

@@ -9,7 +9,8 @@ from otaro.ops.cuda.calls import MOST_BATCH, CPlanes, Device, kernel_columns, un
 MATRICES = 4
 """Of a layer: query with key and value, output, gate with up, down."""
 MOST_DIMENSION = 256
-_SLOT_UNITS, _MOST_SLOTS, _LEAST_SLOTS, _HEAD_BYTES, _SUMS_BYTES, _RESERVED = 8, 16, 2, 2048, 32768, 1024
+_SLOT_UNITS, _MOST_SLOTS, _LEAST_SLOTS = 8, 16, 2
+_HEAD_BYTES, _STAGE_BYTES, _SUMS_BYTES, _RESERVED = 2048, 8192, 32768, 1024
 _COPIERS = 4
 _FIRST_COUNTERS = 2
 
@@ -25,7 +26,7 @@ class CStep(ctypes.Structure):
         ("bias", ctypes.c_void_p * MATRICES),
         *((name, ctypes.c_void_p) for name in ("norms", "final_norm", "query_norms", "key_norms", "frequency")),
         *((name, ctypes.c_void_p) for name in ("windows", "positions", "addresses", "room")),
-        *((name, ctypes.c_void_p) for name in ("x", "qkv", "query", "partial", "extremes", "mixed", "inner", "logits")),
+        *((name, ctypes.c_void_p) for name in ("x", "qkv", "partial", "extremes", "mixed", "inner", "logits")),
         ("counters", ctypes.c_void_p),
         ("size", CSize * MATRICES),
         *((name, ctypes.c_int) for name in ("layers", "batch", "bfloat", "hidden", "intermediate", "heads")),
@@ -44,11 +45,13 @@ def threads(batch: int) -> int:
     return 32 * ((8 if kernel_columns(batch) == MOST_BATCH else 16) + _COPIERS)
 
 
-def slots(extra: int, device: Device) -> int:
+def slots(extra: int, batch: int, dimension: int, device: Device) -> int:
     """Slots of the ring for the wider of layers and head, 0 where there is too little shared memory."""
-    count = (device.shared - _RESERVED - _HEAD_BYTES - _SUMS_BYTES) // (_SLOT_UNITS * unit_bytes(extra))
+    left = device.shared - _RESERVED - shared_bytes(0, extra, batch, dimension)
+    count = left // (_SLOT_UNITS * unit_bytes(extra))
     return min(count, _MOST_SLOTS) if count >= _LEAST_SLOTS else 0
 
 
-def shared_bytes(slots: int, extra: int) -> int:
-    return _HEAD_BYTES + _SUMS_BYTES + slots * _SLOT_UNITS * unit_bytes(extra)
+def shared_bytes(slots: int, extra: int, batch: int, dimension: int) -> int:
+    angles = -(-4 * batch * dimension // 128) * 128
+    return _HEAD_BYTES + _STAGE_BYTES + _SUMS_BYTES + angles + slots * _SLOT_UNITS * unit_bytes(extra)
