@@ -17,7 +17,7 @@
 // they add up for a tile goes through shared memory in a fixed order, so equal calls give equal bits, and a token's
 // numbers depend on nothing that is beside it.
 
-constexpr int SLOT_UNITS = 8, MOST_SLOTS = 16, STRETCH = 128, MOST_BATCH = 16;
+constexpr int SLOT_UNITS = 8, MOST_SLOTS = 16, STRETCH = 128, MOST_BATCH = 16, QUERIES = 4, MOST_DIMENSION = 256;
 constexpr int SUMS_BYTES = 32768, STEP_HEAD = 2048, STAGE_BYTES = 8192;
 constexpr int COPIERS = 4, COPIER_REGISTERS = 24; // warps: registers are given and taken by four at a time
 enum { QKV, OUTPUT, GATE_UP, DOWN, LAYER_MATRICES };
@@ -72,7 +72,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         long long position[MOST_BATCH], address[MOST_BATCH], room[MOST_BATCH];
         union {
             float squares[WARPS][MOST_BATCH];
-            float extremes[2][4][WARPS]; // of the scores of four queries: the largest, the sum of the odds
+            float extremes[2][QUERIES][WARPS]; // of the scores of some queries: the largest, the sum of the odds
         };
         int last;
     };
@@ -170,13 +170,14 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
                 NO_UNROLL
                 for (int tile = 0; tile < tiles; tile++) NO_UNROLL
                 for (int first = pass; first < smaller(units, pass + across); first += SLOT_UNITS) {
-                    // Whoever has nothing to do with a slot waits for it too: a barrier knows odd from even, no more.
-                    barrier_wait(&shared().full[place.slot], place.phase);
-                    const bool mine = both ? (first - pass) / SLOT_UNITS == half : tile % (WARPS / SLOT_UNITS) == half;
-                    if (mine && pass + own < units)
-                        add_unit<BITS>(x, slot(place.slot), partial + (tile * WARPS + warp()) * SUMS, pass > 0);
-                    synchronize_warp();
-                    if (lane() == 0) barrier_arrive(&shared().empty[place.slot]);
+                    // A slot is emptied by as many warps as it has units; it is not filled again before they have come.
+                    if (both ? (first - pass) / SLOT_UNITS == half : tile % (WARPS / SLOT_UNITS) == half) {
+                        barrier_wait(&shared().full[place.slot], place.phase);
+                        if (pass + own < units)
+                            add_unit<BITS>(x, slot(place.slot), partial + (tile * WARPS + warp()) * SUMS, pass > 0);
+                        synchronize_warp();
+                        if (lane() == 0) barrier_arrive(&shared().empty[place.slot]);
+                    }
                     next();
                 }
             }
@@ -189,23 +190,30 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
                 if (tile != warp()) start_tile(begin + group + tile, true, total, before);
                 const float* const from =
                     partial + (tile * WARPS + (both ? 0 : (tile % (WARPS / SLOT_UNITS)) * SLOT_UNITS)) * SUMS;
-                UNROLL
-                for (int part = 0; part < WARPS; part++) {
-                    if (part >= used) break;
-                    if constexpr (COLUMNS == 1) {
-                        total[0] += load_shared(from + part * SUMS + (lane() & 15));
-                    } else {
-                        UNROLL
-                        for (int n = 0; n < TILES; n++) {
-                            float4 four = load_shared((const float4*)(from + part * SUMS) + n * 32 + lane());
-                            total[4 * n] += four.x, total[4 * n + 1] += four.y, total[4 * n + 2] += four.z,
-                                total[4 * n + 3] += four.w;
-                        }
-                    }
-                }
+                add_parts(from, used, total);
+                if (used > SLOT_UNITS) add_parts(from + SLOT_UNITS * SUMS, used - SLOT_UNITS, total);
                 store_tile<GATED>(begin + group + tile, total, store);
             }
             flushed++;
+        }
+    }
+
+    // What up to eight warps have of a tile.
+    DEVICE static void add_parts(const float* from, int used, float (&total)[HELD]) {
+        UNROLL
+        for (int part = 0; part < SLOT_UNITS; part++, from += SUMS) {
+            const bool there = part < used;
+            if constexpr (COLUMNS == 1) {
+                const float one = load_shared(from + (lane() & 15));
+                total[0] += there ? one : 0.0f;
+            } else {
+                UNROLL
+                for (int n = 0; n < TILES; n++) {
+                    const float4 four = load_shared((const float4*)from + n * 32 + lane());
+                    total[4 * n] += there ? four.x : 0.0f, total[4 * n + 1] += there ? four.y : 0.0f;
+                    total[4 * n + 2] += there ? four.z : 0.0f, total[4 * n + 3] += there ? four.w : 0.0f;
+                }
+            }
         }
     }
 
@@ -499,8 +507,12 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         return found.row < step.batch;
     }
 
-    // Keys and values that a block will look at first come from memory while it multiplies.
-    DEVICE void expect_keys(int layer) const {
+    // What a block will look at first comes nearer while it multiplies: its keys and values, and norms for all blocks.
+    DEVICE void expect(int layer) const {
+        const int norm_lines = 2 * step.hidden * (int)sizeof(float) / 128,
+                  line = thread_index() * grid_blocks() + block_index();
+        if (line < norm_lines && layer + 1 < step.layers)
+            prefetch((const u8*)(step.norms + 2LL * (layer + 1) * step.hidden) + 128LL * line);
         Stretch stretch;
         if (!find(block_index(), load_global(step.windows + layer), stretch)) return;
         const long long start = (long long)stretch.number * STRETCH;
@@ -512,7 +524,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
 
     DEVICE void attend(int layer) {
         const int window = load_global(step.windows + layer), group = step.heads / step.kv_heads;
-        const int together = step.dimension > 128 ? 2 : 4; // queries
+        const int together = step.dimension > MOST_DIMENSION / 2 ? QUERIES / 2 : QUERIES;
         Stretch stretch;
         for (int item = block_index(); find(item, window, stretch); item += grid_blocks()) {
             for (int query = 0; query < group; query += together)
@@ -521,107 +533,115 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         }
     }
 
-    // Up to four queries of a key head against a stretch of keys. A lane has eight dimensions of a key, so several keys
-    // are looked at side by side; a warp has its own keys, and warps are put together in the end.
+    // Up to four queries of a key head against a stretch of keys, of which a warp has its own. For the scores four lanes
+    // share a key, each with every fourth eight of its dimensions; for the values a lane has four dimensions of all keys.
     DEVICE void attend_stretch(int layer, const Stretch& stretch, int query, int queries) {
-        constexpr int KEYS = STRETCH / WARPS, CHUNK = 4;
-        const int lanes = step.dimension / 8, beside = 32 / lanes, own = lane() / lanes, d = 8 * (lane() % lanes);
+        constexpr int KEYS = STRETCH / WARPS, ROUNDS = KEYS / 8;
         const int row = stretch.row, head = stretch.head;
         const long long start = (long long)stretch.number * STRETCH + warp() * KEYS;
         const bool newest = stretch.position / STRETCH == stretch.number && query == 0;
         for (int vector = warp(); vector < queries + (newest ? 2 : 0); vector += WARPS)
             rotate(layer, row, head, stretch.position, query, vector < queries ? vector : vector - queries - 2);
         meet();
-        float q[4][8], mixed[4][8], most[4], total[4];
+        // What is not seen is loaded from a place that is there, so that no load waits for a branch.
+        const u16 *const keys = cached(row, layer, 0, head, 0), *const values = cached(row, layer, 1, head, 0);
+        const auto seen = [&](long long key) { return key <= stretch.position && key >= stretch.begin; };
+        const auto place = [&](long long key) { return (seen(key) ? key : stretch.position) * step.dimension; };
+        float odds[ROUNDS][QUERIES];
         UNROLL
-        for (int g = 0; g < 4; g++) {
-            most[g] = -INFINITE, total[g] = 0;
+        for (int r = 0; r < ROUNDS; r++) {
             UNROLL
-            for (int j = 0; j < 2; j++) {
-                float4 four = {0, 0, 0, 0};
-                if (g < queries)
-                    four = load_shared((const float4*)((const float*)stage() + g * step.dimension + d) + j);
-                q[g][4 * j] = four.x, q[g][4 * j + 1] = four.y, q[g][4 * j + 2] = four.z, q[g][4 * j + 3] = four.w;
-            }
-            UNROLL
-            for (int j = 0; j < 8; j++) mixed[g][j] = 0;
-        }
-        NO_UNROLL
-        for (int chunk = 0; chunk < KEYS; chunk += CHUNK * beside) {
-            uint4 keys[CHUNK], values[CHUNK];
-            bool seen[CHUNK];
-            UNROLL
-            for (int i = 0; i < CHUNK; i++) {
-                const int key = chunk + i * beside + own;
-                seen[i] = key < KEYS && start + key <= stretch.position && start + key >= stretch.begin;
-                // What is not seen is loaded from a place that is there, so that no load waits for a branch.
-                const u16* const from = cached(row, layer, 0, head, seen[i] ? start + key : stretch.position) + d;
-                keys[i] = load_fresh((const uint4*)from);
-                values[i] = load_fresh((const uint4*)(from + (long long)step.kv_heads *
-                                                                 load_shared(&shared().room[row]) * step.dimension));
-            }
-            float odds[4][CHUNK];
-            UNROLL
-            for (int i = 0; i < CHUNK; i++) {
-                float key[8];
-                unpack(key, keys[i]);
+            for (int g = 0; g < QUERIES; g++) odds[r][g] = 0;
+            const u16* const from = keys + place(start + 8 * r + (lane() >> 2));
+            NO_UNROLL
+            for (int first = 8 * (lane() & 3); first < step.dimension; first += 128) {
+                uint4 loaded[4];
                 UNROLL
-                for (int g = 0; g < 4; g++) {
-                    float sum = 0;
+                for (int c = 0; c < 4; c++) {
+                    const int d = first + 32 * c;
+                    loaded[c] = load_fresh((const uint4*)(from + (d < step.dimension ? d : first)));
+                }
+                UNROLL
+                for (int c = 0; c < 4; c++) {
+                    const int d = first + 32 * c;
+                    if (d >= step.dimension) break;
+                    float key[8];
+                    unpack(key, loaded[c]);
                     UNROLL
-                    for (int j = 0; j < 8; j++) sum += q[g][j] * key[j];
-                    odds[g][i] = sum;
+                    for (int g = 0; g < QUERIES; g++) {
+                        const float4* const q = (const float4*)((const float*)stage() + g * step.dimension + d);
+                        const float4 low = load_shared(q), high = load_shared(q + 1);
+                        odds[r][g] += low.x * key[0] + low.y * key[1] + low.z * key[2] + low.w * key[3] +
+                                      high.x * key[4] + high.y * key[5] + high.z * key[6] + high.w * key[7];
+                    }
                 }
-            }
-            for (int mask = 1; mask < lanes; mask *= 2) UNROLL
-            for (int g = 0; g < 4; g++) UNROLL
-            for (int i = 0; i < CHUNK; i++) odds[g][i] += shuffle_xor(odds[g][i], mask);
-            UNROLL
-            for (int g = 0; g < 4; g++) {
-                float higher = most[g];
-                UNROLL
-                for (int i = 0; i < CHUNK; i++) {
-                    odds[g][i] = seen[i] ? odds[g][i] : -INFINITE;
-                    higher = larger(higher, odds[g][i]);
-                }
-                for (int mask = lanes; mask < 32; mask *= 2) higher = larger(higher, shuffle_xor(higher, mask));
-                const float level = higher == -INFINITE ? 0 : higher, fade = exponential(most[g] - level);
-                most[g] = higher, total[g] *= fade;
-                UNROLL
-                for (int j = 0; j < 8; j++) mixed[g][j] *= fade;
-                UNROLL
-                for (int i = 0; i < CHUNK; i++) odds[g][i] = exponential(odds[g][i] - level), total[g] += odds[g][i];
-            }
-            UNROLL
-            for (int i = 0; i < CHUNK; i++) {
-                float value[8];
-                unpack(value, values[i]);
-                UNROLL
-                for (int g = 0; g < 4; g++) UNROLL
-                for (int j = 0; j < 8; j++) mixed[g][j] += seen[i] ? odds[g][i] * value[j] : 0.0f;
             }
         }
         UNROLL
-        for (int g = 0; g < 4; g++) {
-            if (g >= queries) break;
-            for (int mask = lanes; mask < 32; mask *= 2) {
-                total[g] += shuffle_xor(total[g], mask);
+        for (int g = 0; g < QUERIES; g++) {
+            float most = -INFINITE, total = 0;
+            UNROLL
+            for (int r = 0; r < ROUNDS; r++) {
                 UNROLL
-                for (int j = 0; j < 8; j++) mixed[g][j] += shuffle_xor(mixed[g][j], mask);
+                for (int mask = 1; mask <= 2; mask *= 2) odds[r][g] += shuffle_xor(odds[r][g], mask);
+                if (seen(start + 8 * r + (lane() >> 2))) most = larger(most, odds[r][g]);
             }
-            float4* const to = (float4*)(sums() + (warp() * queries + g) * step.dimension + d);
-            if (own == 0) {
-                store_shared(to, float4{mixed[g][0], mixed[g][1], mixed[g][2], mixed[g][3]});
-                store_shared(to + 1, float4{mixed[g][4], mixed[g][5], mixed[g][6], mixed[g][7]});
+            UNROLL
+            for (int mask = 4; mask <= 16; mask *= 2) most = larger(most, shuffle_xor(most, mask));
+            UNROLL
+            for (int r = 0; r < ROUNDS; r++) {
+                const bool there = seen(start + 8 * r + (lane() >> 2));
+                odds[r][g] = there ? exponential(odds[r][g] - most) : 0.0f;
+                total += odds[r][g];
             }
-            if (lane() == 0)
-                store_shared(&shared().extremes[0][g][warp()], most[g]),
-                    store_shared(&shared().extremes[1][g][warp()], total[g]);
+            UNROLL
+            for (int mask = 4; mask <= 16; mask *= 2) total += shuffle_xor(total, mask);
+            if (lane() == 0) {
+                store_shared(&shared().extremes[0][g][warp()], most);
+                store_shared(&shared().extremes[1][g][warp()], total);
+            }
+        }
+        float4* const own = (float4*)(stage() + QUERIES * MOST_DIMENSION * sizeof(float)) + warp() * KEYS;
+        UNROLL
+        for (int r = 0; r < ROUNDS; r++)
+            if ((lane() & 3) == 0) store_shared(own + 8 * r + (lane() >> 2), four_of(odds[r]));
+        synchronize_warp();
+        NO_UNROLL
+        for (int d = 4 * lane(); d < step.dimension; d += 128) {
+            float mixed[QUERIES][4];
+            UNROLL
+            for (int g = 0; g < QUERIES; g++) UNROLL
+            for (int j = 0; j < 4; j++) mixed[g][j] = 0;
+            UNROLL
+            for (int r = 0; r < ROUNDS; r++) {
+                uint2 loaded[8];
+                UNROLL
+                for (int k = 0; k < 8; k++)
+                    loaded[k] = load_fresh((const uint2*)(values + place(start + 8 * r + k) + d));
+                UNROLL
+                for (int k = 0; k < 8; k++) {
+                    const float4 odd = load_shared(own + 8 * r + k);
+                    const float share[QUERIES] = {odd.x, odd.y, odd.z, odd.w};
+                    float value[4];
+                    unpack(value, loaded[k]);
+                    // What is not there yet may be anything, also no number.
+                    UNROLL
+                    for (int j = 0; j < 4; j++) value[j] = seen(start + 8 * r + k) ? value[j] : 0.0f;
+                    UNROLL
+                    for (int g = 0; g < QUERIES; g++) UNROLL
+                    for (int j = 0; j < 4; j++) mixed[g][j] = fused_multiply_add(share[g], value[j], mixed[g][j]);
+                }
+            }
+            UNROLL
+            for (int g = 0; g < QUERIES; g++)
+                if (g < queries)
+                    store_shared((float4*)(sums() + (warp() * queries + g) * step.dimension + d), four_of(mixed[g]));
         }
         meet();
         put_together(stretch, head * (step.heads / step.kv_heads) + query, queries);
         meet();
     }
+    DEVICE static float4 four_of(const float (&from)[4]) { return {from[0], from[1], from[2], from[3]}; }
 
     // What all warps have of some queries.
     DEVICE void put_together(const Stretch& stretch, int query, int queries) {
@@ -728,14 +748,15 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         meet();
     }
 
-    DEVICE void unpack(float (&to)[8], const uint4& from) const {
-        const u32 words[4] = {from.x, from.y, from.z, from.w};
+    template <int COUNT> DEVICE void unpack(float (&to)[COUNT], const u32 (&words)[COUNT / 2]) const {
         UNROLL
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < COUNT / 2; j++) {
             to[2 * j] = step.bfloat ? float_of_bits(words[j] << 16) : float_of_half(words[j] & 0xFFFF);
             to[2 * j + 1] = step.bfloat ? float_of_bits(words[j] & 0xFFFF0000u) : float_of_half(words[j] >> 16);
         }
     }
+    DEVICE void unpack(float (&to)[8], const uint4& from) const { unpack<8>(to, {from.x, from.y, from.z, from.w}); }
+    DEVICE void unpack(float (&to)[4], const uint2& from) const { unpack<4>(to, {from.x, from.y}); }
 
     // ---- all of it --------------------------------------------------------------------------------------------------
 
@@ -755,7 +776,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         NO_UNROLL
         for (int layer = 0; layer < step.layers; layer++) {
             const float* const norms = step.norms + 2LL * layer * step.hidden;
-            expect_keys(layer);
+            expect(layer);
             multiply_normed<EXTRA, false>(norms, size[QKV].rows, size[QKV].units,
                                           [this, layer](int row, int column, float value) {
                                               const int rows = step.size[QKV].rows;
@@ -794,7 +815,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
     DEVICE void run() {
         if (thread_index() < MOST_SLOTS) {
             barrier_init(&shared().full[thread_index()], 1);
-            barrier_init(&shared().empty[thread_index()], WARPS);
+            barrier_init(&shared().empty[thread_index()], SLOT_UNITS);
             barriers_ready();
         }
         if (thread_index() < step.batch) {

@@ -36,7 +36,7 @@ template <int WEIGHT> DEVICE void nibble_fields(u32 (&a)[4], u32 word) {
 // 16 columns of x for one lane's column of B: four steps of two words.
 template <int TILES> struct Activations {
     u32 words[TILES][4][8];
-    float start[TILES][4][4]; // what the accumulators of a group begin with
+    float start[TILES][4][2]; // what the accumulators of a group begin with, by the parity of the column
     float factor[TILES][2];   // what sums of the lane's two columns of the result are multiplied by
 };
 
@@ -119,7 +119,7 @@ template <int EXTRA, int TILES> DEVICE void prepare_activations(Activations<TILE
         sum += shuffle_xor(sum, 1);
         sum += shuffle_xor(sum, 2);
         UNROLL
-        for (int j = 0; j < 4; j++) x.start[tile][g][j] = shuffle(sum, 4 * (2 * own + (j & 1)));
+        for (int j = 0; j < 2; j++) x.start[tile][g][j] = shuffle(sum, 4 * (2 * own + j));
     }
 }
 
@@ -136,9 +136,14 @@ template <int EXTRA, int TILES> DEVICE void load_activations(Activations<TILES>&
 }
 
 // The sums of one unit: for each tile of eight columns those of rows l/4 and l/4 + 8, columns 2·(l%4) and the next.
+//
+// A product of the tensor cores takes longer than the next one needs to begin, so sums that do not wait for each other
+// take turns: those of several groups, and with one tile those of nibbles and of what comes after them.
 template <int EXTRA, int TILES>
 DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES>& x, const u8* base,
                           const u8* const (&bits)[EXTRA + 1], const u8* scale) {
+    constexpr int TOGETHER = EXTRA == 0 ? 4 : 2, CHAINS = EXTRA > 0 && TILES == 1 ? 2 : 1;
+    constexpr u32 ODD = 0xAAAAAAAAu, UPPER = 0x33333333u;
     int lane = thread_index() & 31;
     u32 plane[EXTRA + 1][4];
     UNROLL
@@ -151,64 +156,76 @@ DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES>& x, 
     for (int tile = 0; tile < TILES; tile++) UNROLL
     for (int j = 0; j < 4; j++) sums[tile][j] = 0;
     UNROLL
-    for (int g = 0; g < 4; g++) {
-        float total[TILES][4];
+    for (int first = 0; first < 4; first += TOGETHER) {
+        u32 words[TOGETHER][4], merged[TOGETHER][4];
+        float total[CHAINS][TOGETHER][TILES][4];
         UNROLL
-        for (int tile = 0; tile < TILES; tile++) UNROLL
-        for (int j = 0; j < 4; j++) total[tile][j] = x.start[tile][g][j];
-        auto add = [&](const u32(&a)[4], int s) {
+        for (int i = 0; i < TOGETHER; i++) {
+            const int g = first + i;
+            uint4 loaded = load_shared((const uint4*)(base + 512 * g) + lane);
+            words[i][0] = loaded.x, words[i][1] = loaded.y, words[i][2] = loaded.z, words[i][3] = loaded.w;
             UNROLL
-            for (int tile = 0; tile < TILES; tile++)
-                multiply_tile(total[tile], a, x.words[tile][g][2 * s], x.words[tile][g][2 * s + 1], total[tile]);
+            for (int tile = 0; tile < TILES; tile++) UNROLL
+            for (int j = 0; j < 4; j++) {
+                total[0][i][tile][j] = x.start[tile][g][j & 1];
+                if (CHAINS > 1) total[CHAINS - 1][i][tile][j] = 0;
+            }
+            if constexpr (EXTRA >= 2) {
+                u32 odd = choose(plane[0][g], ODD, plane[1][g] >> 1), even = choose(plane[0][g] << 1, ODD, plane[1][g]);
+                merged[i][0] = even, merged[i][1] = odd;
+                if constexpr (EXTRA >= 4) {
+                    u32 low_odd = choose(plane[2][g], ODD, plane[3][g] >> 1),
+                        low_even = choose(plane[2][g] << 1, ODD, plane[3][g]);
+                    merged[i][0] = choose(rotate_right(even, 30), UPPER, low_even);
+                    merged[i][1] = choose(rotate_right(odd, 30), UPPER, low_odd);
+                    merged[i][2] = choose(even, UPPER, rotate_right(low_even, 2));
+                    merged[i][3] = choose(odd, UPPER, rotate_right(low_odd, 2));
+                }
+            }
+        }
+        auto add = [&](const u32(&a)[4], int chain, int i, int s) {
+            UNROLL
+            for (int tile = 0; tile < TILES; tile++) {
+                float (&sum)[4] = total[chain][i][tile];
+                const u32(&own)[8] = x.words[tile][first + i];
+                multiply_tile(sum, a, own[2 * s], own[2 * s + 1], sum);
+            }
         };
-        u32 a[4];
-        uint4 loaded = load_shared((const uint4*)(base + 512 * g) + lane);
-        u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
         UNROLL
         for (int s = 0; s < 4; s++) {
-            nibble_fields<EXTRA>(a, words[s]);
-            add(a, s);
-        }
-        if constexpr (EXTRA >= 2) {
-            constexpr u32 ODD = 0xAAAAAAAAu, UPPER = 0x33333333u;
-            u32 odd = choose(plane[0][g], ODD, plane[1][g] >> 1), even = choose(plane[0][g] << 1, ODD, plane[1][g]);
-            if constexpr (EXTRA < 4) {
-                u32 merged[2] = {even, odd}, turned[2] = {rotate_right(even, 8), rotate_right(odd, 8)};
-                UNROLL
-                for (int s = 0; s < 4; s++) {
-                    int second = double_place(s, 1);
-                    fields(a, merged[s & 1], turned[s & 1], 0x00030003u << second, magic(6 - second + EXTRA - 2),
-                           magic(10 - second + EXTRA - 2));
-                    add(a, s);
-                }
-            } else {
-                u32 low_odd = choose(plane[2][g], ODD, plane[3][g] >> 1),
-                    low_even = choose(plane[2][g] << 1, ODD, plane[3][g]);
-                u32 merged[4] = {
-                    choose(rotate_right(even, 30), UPPER, low_even), choose(rotate_right(odd, 30), UPPER, low_odd),
-                    choose(even, UPPER, rotate_right(low_even, 2)), choose(odd, UPPER, rotate_right(low_odd, 2))};
-                UNROLL
-                for (int s = 0; s < 4; s++) {
-                    nibble_fields<EXTRA - 4>(a, merged[s]);
-                    add(a, s);
-                }
-            }
-        }
-        if constexpr (EXTRA & 1) {
-            u32 word = plane[EXTRA - 1][g], turned = rotate_right(word, 8);
+            u32 a[4];
             UNROLL
-            for (int s = 0; s < 4; s++) {
-                int second = single_place(s, 1);
-                fields(a, word, turned, 0x00010001u << second, magic(6 - second), magic(10 - second));
-                add(a, s);
+            for (int i = 0; i < TOGETHER; i++) nibble_fields<EXTRA>(a, words[i][s]), add(a, 0, i, s);
+            if constexpr (EXTRA >= 4) UNROLL
+            for (int i = 0; i < TOGETHER; i++) nibble_fields<EXTRA - 4>(a, merged[i][s]), add(a, CHAINS - 1, i, s);
+            if constexpr (EXTRA == 2 || EXTRA == 3) UNROLL
+            for (int i = 0; i < TOGETHER; i++) {
+                const int second = double_place(s, 1);
+                fields(a, merged[i][s & 1], rotate_right(merged[i][s & 1], 8), 0x00030003u << second,
+                       magic(6 - second + EXTRA - 2), magic(10 - second + EXTRA - 2));
+                add(a, CHAINS - 1, i, s);
+            }
+            if constexpr (EXTRA & 1) UNROLL
+            for (int i = 0; i < TOGETHER; i++) {
+                const int second = single_place(s, 1);
+                const u32 word = plane[EXTRA - 1][first + i];
+                fields(a, word, rotate_right(word, 8), 0x00010001u << second, magic(6 - second), magic(10 - second));
+                add(a, EXTRA > 1 ? 0 : CHAINS - 1, i, s);
             }
         }
-        // Bytes of the two rows, each the upper half of a half float.
-        u32 halves = permute(g < 2 ? bytes.x : bytes.y, 0, g & 1 ? 0x3424 : 0x1404);
-        float upper = float_of_half(halves & 0xFFFF), lower = float_of_half(halves >> 16);
         UNROLL
-        for (int tile = 0; tile < TILES; tile++) UNROLL
-        for (int j = 0; j < 4; j++)
-            sums[tile][j] = fused_multiply_add(j < 2 ? upper : lower, total[tile][j], sums[tile][j]);
+        for (int i = 0; i < TOGETHER; i++) {
+            // Bytes of the two rows, each the upper half of a half float.
+            const int g = first + i;
+            u32 halves = permute(g < 2 ? bytes.x : bytes.y, 0, g & 1 ? 0x3424 : 0x1404);
+            float upper = float_of_half(halves & 0xFFFF), lower = float_of_half(halves >> 16);
+            UNROLL
+            for (int tile = 0; tile < TILES; tile++) UNROLL
+            for (int j = 0; j < 4; j++) {
+                float sum = total[0][i][tile][j];
+                if (CHAINS > 1) sum += total[CHAINS - 1][i][tile][j];
+                sums[tile][j] = fused_multiply_add(j < 2 ? upper : lower, sum, sums[tile][j]);
+            }
+        }
     }
 }
