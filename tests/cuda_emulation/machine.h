@@ -368,7 +368,11 @@ DEVICE u32 add_and_see(u32* counter, u32 count) {
     return before;
 }
 DEVICE void add_to(u32* counter, u32 count) { add_and_see(counter, count); }
-DEVICE void prefetch(const void* from) { machine::check_global(from, 1, false); }
+DEVICE void prefetch(const void* from, u32 bytes) {
+    if (bytes == 0) return;
+    machine::check_global(from, 16, false);
+    machine::check_global((const u8*)from + bytes - 16, 16, false);
+}
 DEVICE void await_count(const u32* counter, u32 count) {
     while (load_global(counter) < count) machine::yield();
     machine::progress++;

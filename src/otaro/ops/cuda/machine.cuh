@@ -58,8 +58,10 @@ DEVICE float4 load_fresh(const float4* from) {
     return value;
 }
 
-// Bytes that will be read soon come nearer.
-DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// Bytes that will be read soon come nearer, sixteen or a multiple.
+DEVICE void prefetch(const void* from, u32 bytes) {
+    if (bytes > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+}
 
 DEVICE u32 rotate_right(u32 word, int count) { return __funnelshift_r(word, word, count); }
 DEVICE u32 permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }

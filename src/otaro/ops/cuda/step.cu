@@ -133,6 +133,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         NO_UNROLL
         for (int matrix = 0; matrix < step.layers * LAYER_MATRICES; matrix++) {
             const Size size = step.size[matrix % LAYER_MATRICES];
+            if (matrix % LAYER_MATRICES == QKV) expect(matrix / LAYER_MATRICES);
             const Planes planes = step.planes[matrix];
             copy_matrix<EXTRA>(planes, size.rows, size.units);
         }
@@ -507,23 +508,21 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         return found.row < step.batch;
     }
 
-    // What a block will look at first comes nearer while it multiplies: its keys and values, and norms for all blocks.
+    // What a layer will want beside its weights comes nearer while the one before is at work: the norms, and the keys and
+    // values that the block will look at first.
     DEVICE void expect(int layer) const {
-        const int norm_lines = 2 * step.hidden * (int)sizeof(float) / 128,
-                  line = thread_index() * grid_blocks() + block_index();
-        if (line < norm_lines && layer + 1 < step.layers)
-            prefetch((const u8*)(step.norms + 2LL * (layer + 1) * step.hidden) + 128LL * line);
+        if (block_index() == layer % grid_blocks())
+            prefetch(step.norms + 2LL * layer * step.hidden, 2 * step.hidden * (int)sizeof(float));
         Stretch stretch;
         if (!find(block_index(), load_global(step.windows + layer), stretch)) return;
         const long long start = (long long)stretch.number * STRETCH;
         const int keys = (int)(stretch.position - start < STRETCH ? stretch.position - start : STRETCH);
-        const int bytes = keys * step.dimension * (int)sizeof(u16), lines = (bytes + 127) / 128;
-        for (int item = thread_index(); item < 2 * lines; item += THREADS)
-            prefetch((const u8*)cached(stretch.row, layer, item / lines, stretch.head, start) + item % lines * 128);
+        for (int which = 0; which < 2; which++)
+            prefetch(cached(stretch.row, layer, which, stretch.head, start), keys * step.dimension * (int)sizeof(u16));
     }
 
-    DEVICE void attend(int layer) {
-        const int window = load_global(step.windows + layer), group = step.heads / step.kv_heads;
+    DEVICE void attend(int layer, int window) {
+        const int group = step.heads / step.kv_heads;
         const int together = step.dimension > MOST_DIMENSION / 2 ? QUERIES / 2 : QUERIES;
         Stretch stretch;
         for (int item = block_index(); find(item, window, stretch); item += grid_blocks()) {
@@ -540,33 +539,50 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         const int row = stretch.row, head = stretch.head;
         const long long start = (long long)stretch.number * STRETCH + warp() * KEYS;
         const bool newest = stretch.position / STRETCH == stretch.number && query == 0;
-        for (int vector = warp(); vector < queries + (newest ? 2 : 0); vector += WARPS)
-            rotate(layer, row, head, stretch.position, query, vector < queries ? vector : vector - queries - 2);
-        meet();
         // What is not seen is loaded from a place that is there, so that no load waits for a branch.
         const u16 *const keys = cached(row, layer, 0, head, 0), *const values = cached(row, layer, 1, head, 0);
         const auto seen = [&](long long key) { return key <= stretch.position && key >= stretch.begin; };
         const auto place = [&](long long key) { return (seen(key) ? key : stretch.position) * step.dimension; };
+        uint4 key_words[4];
+        uint2 value_words[8];
+        const auto load_keys = [&](int r, int first) {
+            const u16* const from = keys + place(start + 8 * r + (lane() >> 2));
+            UNROLL
+            for (int c = 0; c < 4; c++) {
+                const int d = first + 32 * c;
+                key_words[c] = load_fresh((const uint4*)(from + (d < step.dimension ? d : 0)));
+            }
+        };
+        const auto load_values = [&](int r, int d) {
+            UNROLL
+            for (int k = 0; k < 8; k++)
+                value_words[k] =
+                    load_fresh((const uint2*)(values + place(start + 8 * r + k) + (d < step.dimension ? d : 0)));
+        };
+        // The first of them are on their way while queries are turned; the newest key is not there before.
+        load_keys(0, 8 * (lane() & 3));
+        load_values(0, 4 * lane());
+        for (int vector = warp(); vector < queries + (newest ? 2 : 0); vector += WARPS)
+            rotate(layer, row, head, stretch.position, query, vector < queries ? vector : vector - queries - 2);
+        meet();
+        if (newest && stretch.position >= start && stretch.position < start + 8) {
+            load_keys(0, 8 * (lane() & 3));
+            load_values(0, 4 * lane());
+        }
         float odds[ROUNDS][QUERIES];
         UNROLL
         for (int r = 0; r < ROUNDS; r++) {
             UNROLL
             for (int g = 0; g < QUERIES; g++) odds[r][g] = 0;
-            const u16* const from = keys + place(start + 8 * r + (lane() >> 2));
             NO_UNROLL
             for (int first = 8 * (lane() & 3); first < step.dimension; first += 128) {
-                uint4 loaded[4];
-                UNROLL
-                for (int c = 0; c < 4; c++) {
-                    const int d = first + 32 * c;
-                    loaded[c] = load_fresh((const uint4*)(from + (d < step.dimension ? d : first)));
-                }
+                if (r > 0 || first >= 128) load_keys(r, first);
                 UNROLL
                 for (int c = 0; c < 4; c++) {
                     const int d = first + 32 * c;
                     if (d >= step.dimension) break;
                     float key[8];
-                    unpack(key, loaded[c]);
+                    unpack(key, key_words[c]);
                     UNROLL
                     for (int g = 0; g < QUERIES; g++) {
                         const float4* const q = (const float4*)((const float*)stage() + g * step.dimension + d);
@@ -614,16 +630,13 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
             for (int j = 0; j < 4; j++) mixed[g][j] = 0;
             UNROLL
             for (int r = 0; r < ROUNDS; r++) {
-                uint2 loaded[8];
-                UNROLL
-                for (int k = 0; k < 8; k++)
-                    loaded[k] = load_fresh((const uint2*)(values + place(start + 8 * r + k) + d));
+                if (r > 0 || d >= 128) load_values(r, d);
                 UNROLL
                 for (int k = 0; k < 8; k++) {
                     const float4 odd = load_shared(own + 8 * r + k);
                     const float share[QUERIES] = {odd.x, odd.y, odd.z, odd.w};
                     float value[4];
-                    unpack(value, loaded[k]);
+                    unpack(value, value_words[k]);
                     // What is not there yet may be anything, also no number.
                     UNROLL
                     for (int j = 0; j < 4; j++) value[j] = seen(start + 8 * r + k) ? value[j] : 0.0f;
@@ -776,7 +789,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
         NO_UNROLL
         for (int layer = 0; layer < step.layers; layer++) {
             const float* const norms = step.norms + 2LL * layer * step.hidden;
-            expect(layer);
+            const int window = load_global(step.windows + layer);
             multiply_normed<EXTRA, false>(norms, size[QKV].rows, size[QKV].units,
                                           [this, layer](int row, int column, float value) {
                                               const int rows = step.size[QKV].rows;
@@ -785,7 +798,7 @@ template <int EXTRA, int HEAD_EXTRA, int COLUMNS> struct Whole {
                                               store_global(step.qkv + (long long)column * rows + row, value);
                                           });
             meet_all();
-            attend(layer);
+            attend(layer, window);
             meet_all();
             multiply_plain<EXTRA>(step.mixed, layer, OUTPUT);
             meet_all();

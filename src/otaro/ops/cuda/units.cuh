@@ -3,10 +3,10 @@
 // The weights are the A operand of the tensor cores' 16 × 16 × 8 product, so that a batch of 1 … 8 costs the same.
 // Fields never move one by one: one mask takes two neighbouring columns of the upper row out of a word, where they stand
 // inside the mantissas of two half floats; rotated by 8 the same mask takes those of the lower row. With an exponent put
-// above it, a field v of weight 2^w at bit p of the mantissa is the half float 2^(10-p+w) + 2^w·v. The tensor cores add
-// up all fields of a code; the powers of two and the format's bias are the same for every row, so they are one sum over
-// x that each accumulator starts from. Narrow fields are merged first where that is cheaper: two planes to fields of
-// two bits, four planes to a second nibble.
+// above it, a field v of weight 2^w at bit p of the mantissa is the half float 2^(10-p+w) + 2^w·v. Bits of further planes
+// are put right below a nibble, where they have the weight that they should have: one or two of them, for which there is
+// room in the mantissa; four are merged to a second nibble first, which the tensor cores add to the first. The powers of
+// two and the format's bias are the same for every row, so they are one sum over x that each accumulator starts from.
 //
 // Operations on integers per weight, loads and products aside: 0.63 at E5M3, 1.16, 1.31, 1.84, 1.75, 2.28 at E5M8.
 
@@ -16,9 +16,8 @@ constexpr DEVICE u32 magic(int exponent) { return (u32)((exponent + 15) << 10) *
 // The sum of the powers of two that stand above the fields of one column.
 template <int EXTRA> constexpr DEVICE float column_offset(int step, int pair) {
     float sum = power_of_two(4 + 4 * pair + EXTRA);
-    if (EXTRA == 2 || EXTRA == 3) sum += power_of_two(10 - double_place(step, pair) + EXTRA - 2);
     if (EXTRA >= 4) sum += power_of_two(4 + 4 * pair + EXTRA - 4);
-    if (EXTRA & 1) sum += power_of_two(10 - single_place(step, pair));
+    if (EXTRA == 3) sum += power_of_two(10 - single_place(step, pair));
     return sum;
 }
 
@@ -31,6 +30,15 @@ DEVICE void fields(u32 (&a)[4], u32 word, u32 turned, u32 mask, u32 first, u32 s
 }
 template <int WEIGHT> DEVICE void nibble_fields(u32 (&a)[4], u32 word) {
     fields(a, word, rotate_right(word, 8), 0x003C003Cu, magic(4 + WEIGHT), magic(8 + WEIGHT));
+}
+// Bits that belong below nibbles, `mask` two columns of them, put there from `place` and `place + 4` of a word.
+DEVICE void fields_below(u32 (&a)[4], u32 word, int place, u32 mask) {
+    const int own = (mask & 1) ? 0 : 1;
+    const u32 moved = rotate_right(word, place - own), turned = rotate_right(word, place - own + 8);
+    a[0] = and_or(moved, mask << 4, a[0]);
+    a[1] = and_or(turned, mask << 4, a[1]);
+    a[2] = and_or(moved, mask, a[2]);
+    a[3] = and_or(turned, mask, a[3]);
 }
 
 // 16 columns of x for one lane's column of B: four steps of two words.
@@ -136,14 +144,9 @@ template <int EXTRA, int TILES> DEVICE void load_activations(Activations<TILES>&
 }
 
 // The sums of one unit: for each tile of eight columns those of rows l/4 and l/4 + 8, columns 2·(l%4) and the next.
-//
-// A product of the tensor cores takes longer than the next one needs to begin, so sums that do not wait for each other
-// take turns: those of several groups, and with one tile those of nibbles and of what comes after them.
 template <int EXTRA, int TILES>
 DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES>& x, const u8* base,
                           const u8* const (&bits)[EXTRA + 1], const u8* scale) {
-    constexpr int TOGETHER = EXTRA == 0 ? 4 : 2, CHAINS = EXTRA > 0 && TILES == 1 ? 2 : 1;
-    constexpr u32 ODD = 0xAAAAAAAAu, UPPER = 0x33333333u;
     int lane = thread_index() & 31;
     u32 plane[EXTRA + 1][4];
     UNROLL
@@ -156,76 +159,56 @@ DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES>& x, 
     for (int tile = 0; tile < TILES; tile++) UNROLL
     for (int j = 0; j < 4; j++) sums[tile][j] = 0;
     UNROLL
-    for (int first = 0; first < 4; first += TOGETHER) {
-        u32 words[TOGETHER][4], merged[TOGETHER][4];
-        float total[CHAINS][TOGETHER][TILES][4];
+    for (int g = 0; g < 4; g++) {
+        float total[TILES][4];
         UNROLL
-        for (int i = 0; i < TOGETHER; i++) {
-            const int g = first + i;
-            uint4 loaded = load_shared((const uint4*)(base + 512 * g) + lane);
-            words[i][0] = loaded.x, words[i][1] = loaded.y, words[i][2] = loaded.z, words[i][3] = loaded.w;
+        for (int tile = 0; tile < TILES; tile++) UNROLL
+        for (int j = 0; j < 4; j++) total[tile][j] = x.start[tile][g][j & 1];
+        auto add = [&](const u32(&a)[4], int s) {
             UNROLL
-            for (int tile = 0; tile < TILES; tile++) UNROLL
-            for (int j = 0; j < 4; j++) {
-                total[0][i][tile][j] = x.start[tile][g][j & 1];
-                if (CHAINS > 1) total[CHAINS - 1][i][tile][j] = 0;
-            }
-            if constexpr (EXTRA >= 2) {
-                u32 odd = choose(plane[0][g], ODD, plane[1][g] >> 1), even = choose(plane[0][g] << 1, ODD, plane[1][g]);
-                merged[i][0] = even, merged[i][1] = odd;
-                if constexpr (EXTRA >= 4) {
-                    u32 low_odd = choose(plane[2][g], ODD, plane[3][g] >> 1),
-                        low_even = choose(plane[2][g] << 1, ODD, plane[3][g]);
-                    merged[i][0] = choose(rotate_right(even, 30), UPPER, low_even);
-                    merged[i][1] = choose(rotate_right(odd, 30), UPPER, low_odd);
-                    merged[i][2] = choose(even, UPPER, rotate_right(low_even, 2));
-                    merged[i][3] = choose(odd, UPPER, rotate_right(low_odd, 2));
-                }
+            for (int tile = 0; tile < TILES; tile++)
+                multiply_tile(total[tile], a, x.words[tile][g][2 * s], x.words[tile][g][2 * s + 1], total[tile]);
+        };
+        u32 a[4], merged[4];
+        uint4 loaded = load_shared((const uint4*)(base + 512 * g) + lane);
+        u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+        if constexpr (EXTRA >= 2) {
+            constexpr u32 ODD = 0xAAAAAAAAu, UPPER = 0x33333333u;
+            u32 odd = choose(plane[0][g], ODD, plane[1][g] >> 1), even = choose(plane[0][g] << 1, ODD, plane[1][g]);
+            merged[0] = even, merged[1] = odd;
+            if constexpr (EXTRA >= 4) {
+                u32 low_odd = choose(plane[2][g], ODD, plane[3][g] >> 1),
+                    low_even = choose(plane[2][g] << 1, ODD, plane[3][g]);
+                merged[0] = choose(rotate_right(even, 30), UPPER, low_even);
+                merged[1] = choose(rotate_right(odd, 30), UPPER, low_odd);
+                merged[2] = choose(even, UPPER, rotate_right(low_even, 2));
+                merged[3] = choose(odd, UPPER, rotate_right(low_odd, 2));
             }
         }
-        auto add = [&](const u32(&a)[4], int chain, int i, int s) {
-            UNROLL
-            for (int tile = 0; tile < TILES; tile++) {
-                float (&sum)[4] = total[chain][i][tile];
-                const u32(&own)[8] = x.words[tile][first + i];
-                multiply_tile(sum, a, own[2 * s], own[2 * s + 1], sum);
-            }
-        };
         UNROLL
         for (int s = 0; s < 4; s++) {
-            u32 a[4];
-            UNROLL
-            for (int i = 0; i < TOGETHER; i++) nibble_fields<EXTRA>(a, words[i][s]), add(a, 0, i, s);
-            if constexpr (EXTRA >= 4) UNROLL
-            for (int i = 0; i < TOGETHER; i++) nibble_fields<EXTRA - 4>(a, merged[i][s]), add(a, CHAINS - 1, i, s);
-            if constexpr (EXTRA == 2 || EXTRA == 3) UNROLL
-            for (int i = 0; i < TOGETHER; i++) {
-                const int second = double_place(s, 1);
-                fields(a, merged[i][s & 1], rotate_right(merged[i][s & 1], 8), 0x00030003u << second,
-                       magic(6 - second + EXTRA - 2), magic(10 - second + EXTRA - 2));
-                add(a, CHAINS - 1, i, s);
+            nibble_fields<EXTRA>(a, words[s]);
+            if constexpr (EXTRA == 1) fields_below(a, plane[0][g], single_place(s, 1), 0x00020002u);
+            if constexpr (EXTRA == 2 || EXTRA == 3) fields_below(a, merged[s & 1], double_place(s, 1), 0x00030003u);
+            add(a, s);
+            if constexpr (EXTRA >= 4) {
+                nibble_fields<EXTRA - 4>(a, merged[s]);
+                if constexpr (EXTRA == 5) fields_below(a, plane[4][g], single_place(s, 1), 0x00020002u);
+                add(a, s);
             }
-            if constexpr (EXTRA & 1) UNROLL
-            for (int i = 0; i < TOGETHER; i++) {
+            if constexpr (EXTRA == 3) {
                 const int second = single_place(s, 1);
-                const u32 word = plane[EXTRA - 1][first + i];
+                const u32 word = plane[2][g];
                 fields(a, word, rotate_right(word, 8), 0x00010001u << second, magic(6 - second), magic(10 - second));
-                add(a, EXTRA > 1 ? 0 : CHAINS - 1, i, s);
+                add(a, s);
             }
         }
+        // Bytes of the two rows, each the upper half of a half float.
+        u32 halves = permute(g < 2 ? bytes.x : bytes.y, 0, g & 1 ? 0x3424 : 0x1404);
+        float upper = float_of_half(halves & 0xFFFF), lower = float_of_half(halves >> 16);
         UNROLL
-        for (int i = 0; i < TOGETHER; i++) {
-            // Bytes of the two rows, each the upper half of a half float.
-            const int g = first + i;
-            u32 halves = permute(g < 2 ? bytes.x : bytes.y, 0, g & 1 ? 0x3424 : 0x1404);
-            float upper = float_of_half(halves & 0xFFFF), lower = float_of_half(halves >> 16);
-            UNROLL
-            for (int tile = 0; tile < TILES; tile++) UNROLL
-            for (int j = 0; j < 4; j++) {
-                float sum = total[0][i][tile][j];
-                if (CHAINS > 1) sum += total[CHAINS - 1][i][tile][j];
-                sums[tile][j] = fused_multiply_add(j < 2 ? upper : lower, sum, sums[tile][j]);
-            }
-        }
+        for (int tile = 0; tile < TILES; tile++) UNROLL
+        for (int j = 0; j < 4; j++)
+            sums[tile][j] = fused_multiply_add(j < 2 ? upper : lower, total[tile][j], sums[tile][j]);
     }
 }
