@@ -8,7 +8,7 @@ import itertools
 import json
 import random
 import runpy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from otaro import ops
 from otaro.cli import main
 from otaro.engine import native
 from otaro.engine.architecture import UnsupportedError
-from otaro.engine.cuda import forward, launches, matrices, picking, plain, weights, whole
+from otaro.engine.cuda import forward, launches, matrices, picking, plain, weights
 from otaro.engine.cuda.ahead import Ahead
 from otaro.engine.cuda.matrices import DenseMatrix
 from otaro.engine.cuda.model import Experts
@@ -36,18 +36,14 @@ from otaro.engine.scheduler import Request, Scheduler
 from otaro.engine.session import Step
 from otaro.errors import OtaroError, PrecisionError
 from otaro.ops import cuda
-from otaro.ops.cuda.calls import CMatvec
-from otaro.ops.cuda.step import CStep
 from otaro.precision import Precision
-from tests.cuda_emulation import EmulatedKernel, build, install
+from tests.cuda_emulation import build, install
 
 PLAIN = launches.PLAIN
 VOCABULARY = architectures.VOCABULARY
 TEXT = [random.Random(1).randrange(VOCABULARY) for _ in range(40)]
 NAMES = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen3-moe")
 ROUNDING = 2e-5
-LENGTHS = (0, 140, 300, 7, 128, 127, 1, 200, 2, 60, 129)
-"""Of texts, in tokens: a stretch of keys has 128."""
 
 
 @pytest.fixture(scope="module")
@@ -537,71 +533,6 @@ def test_products_by_the_kernels_themselves(folders: Any, dtype: torch.dtype) ->
             wanted = model(torch.tensor([TEXT[:count]])).logits[0].numpy()
         found = work.logits(session, TEXT[:count], 0, loaded.widths(precision), rows=count)
         assert abs(found - wanted).max() < (0.02 if dtype == torch.float16 else 0.1) * abs(wanted).max()
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(
-    ("name", "dtype", "cases"),
-    [
-        ("qwen3", torch.float16, [("E5M3", range(5)), ("E5M8", [2])]),
-        ("mistral", torch.bfloat16, [("E5M3", [1]), ("E5M8", range(8))]),
-        ("llama-tied", torch.float16, [("E5M8", range(11))]),
-    ],
-)
-def test_a_whole_step_by_the_kernel_itself(
-    name: str,
-    dtype: torch.dtype,
-    cases: list[tuple[str, Sequence[int]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One launch gives what launches one by one do: texts of several lengths, some of more than one stretch of keys."""
-    config = architectures.config(name)
-    config.max_position_embeddings, config.head_dim = 400, 16
-    if name == "mistral":
-        config.sliding_window = 90
-    config.attention_bias = config.mlp_bias = name == "llama-tied"
-    device = torch.device("cpu")
-    loaded = DeviceWeights(architectures.packed_model(config, tmp_path), device=device, dtype=dtype)
-    monkeypatch.setattr(whole, "has_kernels", lambda device: True)
-    launched: list[ctypes.Structure] = []
-    launch = EmulatedKernel.launch
-
-    def counted(self: EmulatedKernel, call: ctypes.Structure, *arguments: Any, **named: Any) -> None:
-        launched.append(call)
-        launch(self, call, *arguments, **named)
-
-    monkeypatch.setattr(EmulatedKernel, "launch", counted)
-
-    def run(precision: str, texts: Sequence[int], *, one_by_one: bool = False) -> Any:
-        monkeypatch.setenv(whole.WHOLE_VARIABLE, "0" if one_by_one else "1")
-        launched.clear()
-        steps = []
-        for number in texts:
-            session, length = DeviceSession(loaded.model, 400), LENGTHS[number]
-            session.reserve(length + 1)
-            generator = torch.Generator().manual_seed(number)
-            before = session.cache[:, :, :, :length]
-            before.copy_(torch.randn(before.shape, generator=generator))
-            session.ran(length)
-            steps.append(Step(session, ids(number + 3), length, loaded.widths(Precision(precision)), 1))
-        DeviceWork(loaded.model).run(steps)
-        kernels = {type(call) for call in launched}
-        assert (CStep in kernels) != one_by_one
-        assert (CMatvec in kernels) == one_by_one
-        return numpy.concatenate([step.logits for step in steps]), [step.session.cache for step in steps]  # type: ignore[misc]
-
-    for precision, texts in cases:
-        found, kept = run(precision, texts)
-        wanted, written = run(precision, texts, one_by_one=True)
-        budget = 0.004 if dtype == torch.float16 else 0.03
-        assert abs(found - wanted).max() < budget * abs(wanted).max(), (precision, texts)
-        for ours, theirs in zip(kept, written, strict=True):
-            assert bool((ours - theirs).abs().max() < 0.03 * theirs.abs().max())
-        with monkeypatch.context() as patch:
-            patch.setattr(EmulatedKernel, "seed", 5)  # threads run in another order
-            again = run(precision, texts[-1:])[0] if len(texts) <= 8 else run(precision, texts)[0][-1:]
-        assert (found[-1:] == again).all()
 
 
 def test_what_cannot_run_is_said_in_a_sentence(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:

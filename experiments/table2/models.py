@@ -16,7 +16,7 @@ from otaro.engine.shape import Shape
 from otaro.ops.cuda import calls, compiler
 from otaro.ops.cuda.layout import ROWS
 from otaro.packing import BASE, BITS, SCALE
-from otaro.precision import EMBEDDING_FLOOR, NARROWEST, Precision
+from otaro.precision import EMBEDDING_FLOOR, Precision
 from otaro.sefp import Format
 
 
@@ -135,9 +135,5 @@ def compile_kernels(index: int) -> None:
             *(("OTARO_GATED", gated), ("OTARO_THREADS", threads)),
         )
         jobs.append(("matvec", definitions))
-    for extra, columns in itertools.product(range(6), (1, 8, 16)):
-        head = max(extra, EMBEDDING_FLOOR.mantissa - NARROWEST.mantissa)
-        # In the order of their names, in which a cache looks for them.
-        jobs.append(("step", (("OTARO_COLUMNS", columns), ("OTARO_EXTRA", extra), ("OTARO_HEAD_EXTRA", head))))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda job: compiler.compiled(job[0], compiler.architecture(job[0], major, minor), job[1]), jobs))
+        list(pool.map(lambda job: compiler.compiled(job[0], f"sm_{major}{minor}", job[1]), jobs))

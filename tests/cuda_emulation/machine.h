@@ -71,7 +71,7 @@ struct Block {
     u8* shared;
     size_t size;
     std::vector<Warp> warps;
-    Gathering barrier, some;
+    Gathering barrier;
 };
 struct Fiber {
     ucontext_t context;
@@ -286,12 +286,6 @@ DEVICE u32 bits_of_float(float value) {
 }
 DEVICE float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 DEVICE float exponential(float value) { return std::exp(value); }
-constexpr float INFINITE = 3e38f;
-DEVICE float larger(float a, float b) { return std::fmax(a, b); }
-DEVICE float size_of(float value) { return std::fabs(value); }
-DEVICE float inverse_root(float value) { return 1 / std::sqrt(value); }
-DEVICE float sine(float angle) { return std::sin(angle); }
-DEVICE float cosine(float angle) { return std::cos(angle); }
 DEVICE float multiply(float a, float b) { return a * b; }
 
 // Lane l gives of A rows l/4, l/4 + 8 and columns 2·(l%4) + {0, 1, 8, 9}, of B these as rows and column l/4.
@@ -311,11 +305,6 @@ DEVICE void multiply_tile(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, cons
 }
 DEVICE float shuffle(float value, int lane) { return machine::exchange({{}, {}, {value}})[lane].c[0]; }
 DEVICE float shuffle_xor(float value, int mask) { return shuffle(value, (thread_index() % 32) ^ mask); }
-DEVICE void synchronize_warp() { machine::gather(machine::own_warp(), 32); }
-DEVICE void synchronize_threads(int count) {
-    if (thread_index() >= count) machine::fail("a thread waits where it does not belong");
-    machine::gather(machine::blocks[machine::current->block].some, count);
-}
 DEVICE void synchronize_block() { machine::gather(machine::blocks[machine::current->block].barrier, machine::threads); }
 DEVICE void synchronize_cluster() {
     machine::gather(machine::cluster_barrier, machine::threads * (int)machine::blocks.size());
@@ -341,7 +330,6 @@ DEVICE void barrier_expect(u64* barrier, u32 bytes) {
     known.bytes += bytes;
     machine::complete(known);
 }
-DEVICE void barrier_arrive(u64* barrier) { barrier_expect(barrier, 0); }
 DEVICE void copy_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
     machine::check_global(from, 16, false);
     machine::check_global((const u8*)from + bytes - 16, 16, false);
@@ -357,23 +345,3 @@ DEVICE void barrier_wait(u64* barrier, u32 phase) {
 }
 DEVICE void start_next_kernel() {}
 DEVICE void await_previous_kernel() {}
-template <int COUNT> DEVICE void take_registers() {}
-template <int COUNT> DEVICE void give_registers() {}
-DEVICE u32 add_and_see(u32* counter, u32 count) {
-    machine::check_global(counter, sizeof(u32), true);
-    machine::progress++;
-    u32 before = *counter;
-    *counter += count;
-    machine::yield(); // others come in between
-    return before;
-}
-DEVICE void add_to(u32* counter, u32 count) { add_and_see(counter, count); }
-DEVICE void prefetch(const void* from, u32 bytes) {
-    if (bytes == 0) return;
-    machine::check_global(from, 16, false);
-    machine::check_global((const u8*)from + bytes - 16, 16, false);
-}
-DEVICE void await_count(const u32* counter, u32 count) {
-    while (load_global(counter) < count) machine::yield();
-    machine::progress++;
-}

@@ -28,7 +28,6 @@ from otaro.engine.cuda.fused import KEYS
 from otaro.engine.cuda.launches import captures
 from otaro.engine.cuda.model import DeviceModel
 from otaro.engine.cuda.rows import CacheLayout, DeviceSession, Rows
-from otaro.engine.cuda.whole import Whole, whole_step
 from otaro.engine.native import NO_MEMORY_CODE, NOT_FINITE_CODE, Logits
 from otaro.engine.numbers import MOST_CONTEXT, whole
 from otaro.engine.sampling import CSampling
@@ -85,7 +84,6 @@ class DeviceWork:
         self._device = model.device
         self._graphs = graphs and captures(self._device)
         self._captured: dict[Kind, Captured] = {}
-        self._wholes: dict[tuple[bytes, CacheLayout, int], Whole | None] = {}
         self._pool: Any = None
         self._graph_bytes = 0
         pinned = self._device.type == "cuda"
@@ -259,14 +257,9 @@ class DeviceWork:
         model = self._model
         places = inputs[_ADDRESS : _CAPACITY + 1]
         rows = Rows(inputs[_TOKEN], inputs[_POSITION], places, sessions, kind.layout, kind.stretches)
-        launch = self._whole_step(kind)
-        if launch is not None:
-            x = model.embedding.rows_of(rows.tokens, kind.widths[0], torch.float32)
-            logits = launch.logits(x, rows, kind.draft_rows or model.shape.vocabulary)
-        else:
-            hidden = states(model, rows, kind.widths)
-            head = model.head.first(kind.draft_rows) if kind.draft_rows else model.head
-            logits = head.multiply(hidden, kind.widths[-1])
+        hidden = states(model, rows, kind.widths)
+        head = model.head.first(kind.draft_rows) if kind.draft_rows else model.head
+        logits = head.multiply(hidden, kind.widths[-1])
         if kind.draft_rows:
             two = logits.float().topk(2)
             return Outcome(logits, two.indices[:, 0], two.values[:, 0] - two.values[:, 1])
@@ -278,15 +271,6 @@ class DeviceWork:
             *(inputs[_TOP_K], inputs[_SEED], inputs[_POSITION] + 1),
         )
         return Outcome(logits, picked, None)
-
-    def _whole_step(self, kind: Kind) -> Whole | None:
-        """What runs a batch in one launch; kept, since it may not be made while a graph is captured."""
-        place = (kind.widths, kind.layout, kind.stamp)
-        if place not in self._wholes:
-            for old in [other for other in self._wholes if other[2] != self._model.stamp(other[0])]:
-                del self._wholes[old]
-            self._wholes[place] = whole_step(self._model, kind.widths, kind.layout)
-        return self._wholes[place]
 
     def _run_prompt(self, step: Step) -> None:
         """Many tokens of one text, a piece at a time, of which the last `rows` have logits."""

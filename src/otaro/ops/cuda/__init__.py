@@ -3,9 +3,7 @@
     layout    planes of the files ↔ fragment order, in plain torch
     calls     the kernels' arguments, and how a product is divided among blocks
     compiler  NVRTC, the cache of compiled kernels, launches
-    step      the arguments of step.cu, a whole step of decoding in one launch
-    matvec.cu, decode.cu, step.cu      the kernels; units.cuh: how bits are multiplied; planes.cuh: where they lie;
-              machine.cuh: the instructions that are used
+    matvec.cu, decode.cu      the kernels; planes.cuh: where bits lie; machine.cuh: the instructions they use
 
 `linear` picks by batch: up to 16 rows of x are multiplied straight from the planes, reading the bits of the width and
 no others; more are multiplied by torch with the decoded weight. Scheme ``nested``, groups of 64, 128 or 256;

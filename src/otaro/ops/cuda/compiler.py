@@ -28,10 +28,9 @@ from otaro.errors import OtaroError
 CAPABILITY = (9, 0)
 """The first GPUs with copies of blocks of bytes and with clusters."""
 CACHE_VARIABLE = "OTARO_CACHE"
-HEADERS = ("machine.cuh", "planes.cuh", "units.cuh")
+HEADERS = ("machine.cuh", "planes.cuh")
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, …_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
-_COOPERATIVE, _CLUSTER, _OVERLAP = 2, 4, 6
+_CLUSTER, _OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
 _DEFAULT_SHARED = 48 * 1024
 
 
@@ -89,25 +88,12 @@ class Kernel:
         return count.value
 
     def launch(
-        self,
-        call: ctypes.Structure,
-        blocks: int,
-        threads: int,
-        shared: int = 0,
-        split: int = 1,
-        overlap: bool = False,
-        together: bool = False,
+        self, call: ctypes.Structure, blocks: int, threads: int, shared: int = 0, split: int = 1, overlap: bool = False
     ) -> None:
-        """Put one launch on the current stream; with `overlap` it may begin before its predecessor has ended.
-
-        Launched `together`, blocks may wait for each other: all are at work at once, or it is an error.
-        """
+        """Put one launch on the current stream; with `overlap` it may begin before its predecessor has ended."""
         self._allow(shared)
-        attributes = (_Attribute * 3)()
+        attributes = (_Attribute * 2)()
         count = 0
-        if together:
-            attributes[count] = _Attribute(_COOPERATIVE, 0, _words(1))
-            count += 1
         if split > 1:
             attributes[count] = _Attribute(_CLUSTER, 0, _words(split, 1, 1))
             count += 1
@@ -135,17 +121,12 @@ def kernel(name: str, index: int, **definitions: int) -> Kernel:
 @functools.cache
 def _kernel(name: str, index: int, definitions: tuple[tuple[str, int], ...]) -> Kernel:
     major, minor = torch.cuda.get_device_capability(index)
-    cubin = compiled(name, architecture(name, major, minor), definitions)
+    cubin = compiled(name, f"sm_{major}{minor}", definitions)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with _current(index):
         _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
         _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, f"{name}_kernel".encode()))
     return Kernel(function, index)
-
-
-def architecture(name: str, major: int, minor: int) -> str:
-    """What a kernel is compiled for: warps that give registers to others do so on this very architecture alone."""
-    return f"sm_{major}{minor}{'a' if name == 'step' else ''}"
 
 
 @functools.cache

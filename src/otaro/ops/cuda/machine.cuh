@@ -36,33 +36,6 @@ DEVICE uint2 load_fresh(const uint2* from) {
     return value;
 }
 
-DEVICE uint4 load_fresh(const uint4* from) {
-    uint4 value;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(from)
-                 : "memory");
-    return value;
-}
-DEVICE float load_fresh(const float* from) {
-    float value;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
-    return value;
-}
-DEVICE float4 load_fresh(const float4* from) {
-    float4 value;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "l"(from)
-                 : "memory");
-    return value;
-}
-
-// Bytes that will be read soon come nearer, sixteen or a multiple.
-DEVICE void prefetch(const void* from, u32 bytes) {
-    if (bytes > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-}
-
 DEVICE u32 rotate_right(u32 word, int count) { return __funnelshift_r(word, word, count); }
 DEVICE u32 permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 
@@ -102,12 +75,6 @@ DEVICE float exponential(float value) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
     return result;
 }
-constexpr float INFINITE = 3e38f; // as good as that: smaller than no score
-DEVICE float larger(float a, float b) { return fmaxf(a, b); }
-DEVICE float size_of(float value) { return fabsf(value); }
-DEVICE float inverse_root(float value) { return 1.0f / __fsqrt_rn(value); }
-DEVICE float sine(float angle) { return sinf(angle); }
-DEVICE float cosine(float angle) { return cosf(angle); }
 // A product that is never fused with a sum.
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 
@@ -120,10 +87,7 @@ DEVICE void multiply_tile(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, cons
 
 DEVICE float shuffle(float value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
-DEVICE void synchronize_warp() { __syncwarp(); }
 DEVICE void synchronize_block() { __syncthreads(); }
-// The first threads of a block, so many.
-DEVICE void synchronize_threads(int count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
 
 // All blocks of a cluster, their shared memory seen by all.
 DEVICE void synchronize_cluster() {
@@ -149,9 +113,6 @@ DEVICE void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
-DEVICE void barrier_arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
 DEVICE void copy_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
@@ -168,41 +129,19 @@ DEVICE bool barrier_passed(u64* barrier, u32 phase) {
                  : "memory");
     return done != 0;
 }
-DEVICE u64 cycles() { return clock64(); }
-constexpr u64 MOST_CYCLES = 8000000000ull;
-// Waits for the end of a phase. A copy that does not come ends the kernel with an error after some seconds, not never.
+DEVICE u64 nanoseconds() {
+    u64 time;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+    return time;
+}
+// Waits for the end of a phase. A copy that does not come ends the kernel with an error after four seconds, not never.
 DEVICE void barrier_wait(u64* barrier, u32 phase) {
     if (barrier_passed(barrier, phase)) return;
-    const u64 start = cycles();
+    u64 start = nanoseconds();
     while (!barrier_passed(barrier, phase))
-        if (cycles() - start > MOST_CYCLES) asm volatile("trap;");
+        if (nanoseconds() - start > 4000000000ull) asm volatile("trap;");
 }
 
 // Where the launch allows it, the next kernel may start its own preparations, and this one awaits its predecessor.
 DEVICE void start_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void await_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Registers that four neighbouring warps each want from now on, which other warps of the block must have given back.
-template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-
-// Counters of all blocks. What a block has written before it adds can be read by whoever has seen its sum.
-DEVICE u32 add_and_see(u32* counter, u32 count) {
-    u32 before;
-    asm volatile("fence.acq_rel.gpu;\natom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(counter), "r"(count)
-                 : "memory");
-    return before;
-}
-DEVICE void add_to(u32* counter, u32 count) {
-    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(count) : "memory");
-}
-DEVICE void await_count(const u32* counter, u32 count) {
-    const u64 start = cycles();
-    u32 seen;
-    do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        if (seen < count && cycles() - start > MOST_CYCLES) asm volatile("trap;");
-    } while (seen < count);
-}
