@@ -19,16 +19,16 @@ bool of_whole_matrix(int32_t role) { return role == OTARO_EMBEDDING || role == O
 class Workspace {
   public:
     Workspace(const Tiles& tiles, int64_t batch, bool fine, int mantissa, int threads)
-        : coarse_(allocate<int8_t>(batch * padded_columns(tiles))),
-          fine_(allocate<int8_t>(fine ? batch * padded_columns(tiles) : 0)),
-          words_(allocate<int16_t>(fine ? batch * padded_columns(tiles) : 0)),
+        : coarse_(allocate<int8_t>(round_up(batch, kRowsTogether) * padded_columns(tiles))),
+          fine_(allocate<int8_t>(fine ? round_up(batch, kRowsTogether) * padded_columns(tiles) : 0)),
+          words_(allocate<int16_t>(fine ? round_up(batch, kRowsTogether) * padded_columns(tiles) : 0)),
           scale_(allocate<float>(batch * scale_stride(tiles.blocks))),
           offset_(allocate<float>(batch * scale_stride(tiles.blocks))) {
         for (int i = 0; i < threads; ++i) scratch_.push_back(allocate<uint8_t>(product_scratch(tiles)));
         const int span = span_blocks(tiles, fine, mantissa);
         x_ = {coarse_.get(), fine ? fine_.get() : nullptr, words_.get(),        scale_.get(),
               offset_.get(), padded_columns(tiles),        tiles.blocks / span, scale_stride(tiles.blocks),
-              span};
+              span,          rows_together(batch)};
     }
     const Activations& x() const { return x_; }
     uint8_t* scratch(int worker) const { return scratch_[static_cast<size_t>(worker)].get(); }

@@ -25,11 +25,21 @@ struct Activations {
     int16_t* words;  // with `fine`: both bytes as one number; of each 4 columns first 0 and 2, then 1 and 3
     float* scale;    // one a span, step_constant included
     float* offset;   // scale * bias * sum of x, one a span
-    int64_t columns; // bytes from one row of activations to the next
+    int64_t columns; // of a row, whole blocks
     int64_t spans;
     int64_t stride; // scales and offsets from one row to the next, the same for spans of any length
     int span_blocks;
+    int together; // rows whose blocks lie side by side: kRowsTogether, or 1 where there is but one row
 };
+
+// Of eight rows the first block of each, then the second and so on: a kernel that takes several rows finds all of them at
+// fixed distances from one pointer.
+constexpr int kRowsTogether = 8;
+static inline int rows_together(int64_t rows) { return rows > 1 ? kRowsTogether : 1; }
+static inline int64_t activation_place(const Activations& x, int64_t row, int64_t column) {
+    const int64_t number = row % x.together, block = column / kBlockColumns;
+    return (row - number) * x.columns + (block * x.together + number) * kBlockColumns + column % kBlockColumns;
+}
 
 // Blocks of activations that share a scale. With 8 bits two cost perplexity from E5M5 on, where the weights' own
 // error is small; below it, and with 16 bits, they cost nothing.

@@ -22,8 +22,9 @@ void multiply_ref(const Product& product, int64_t first, int64_t last, uint8_t*)
             for (int64_t span = 0; span < x.spans; ++span) {
                 int32_t total = 0;
                 for (int64_t k = span * columns; k < (span + 1) * columns; ++k) {
-                    int32_t activation = x.coarse[b * x.columns + k];
-                    if (fine) activation = 256 * activation + x.fine[b * x.columns + k];
+                    const int64_t place = activation_place(x, b, k);
+                    int32_t activation = x.coarse[place];
+                    if (fine) activation = 256 * activation + x.fine[place];
                     total += tile_code(tiles, row, k, product.mantissa) * activation;
                 }
                 const float scale = scale_float(tile_scale(tiles, row, span * columns));
@@ -49,7 +50,7 @@ void quantize_ref(const float* x, int64_t length, int mantissa, const Activation
         const auto [inverse, unit] = activation_unit(bits_float(largest), most);
         int32_t sum = 0;
         for (int i = 0; i < columns; ++i) {
-            const int64_t place = row * to.columns + start + i;
+            const int64_t place = activation_place(to, row, start + i);
             const float scaled = value(i) * inverse;
             const int32_t whole = std::isfinite(scaled) ? static_cast<int32_t>(std::nearbyint(scaled)) : 0;
             sum += whole;

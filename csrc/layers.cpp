@@ -35,7 +35,7 @@ bool Work::fine(int role, int mantissa) const {
     return !drafting_ && (fine_ || mantissa >= 7 || role == OTARO_QUERY || role == OTARO_HEAD);
 }
 
-Activations Work::activations(const Matrix& matrix, bool fine, int mantissa, int64_t row) const {
+Activations Work::activations(const Matrix& matrix, bool fine, int mantissa, int64_t row, int64_t count) const {
     const Tiles& tiles = matrix.tiles();
     const int64_t columns = padded_columns(tiles), stride = scale_stride(tiles.blocks);
     const int span = span_blocks(tiles, fine, mantissa);
@@ -47,7 +47,8 @@ Activations Work::activations(const Matrix& matrix, bool fine, int mantissa, int
             columns,
             tiles.blocks / span,
             stride,
-            span};
+            span,
+            rows_together(count)};
 }
 
 void Work::embed(Team& team) {
@@ -70,8 +71,10 @@ void Work::embed(Team& team) {
 
 // Where each group's activations for a matrix go.
 void Work::quantize_for(const Matrix& matrix, int role) {
+    int64_t row = 0;
     for (Group& group : groups_) {
-        group.x = activations(matrix, fine(role, group.mantissa), group.mantissa, group.first);
+        group.x = activations(matrix, fine(role, group.mantissa), group.mantissa, row, group.count);
+        row += round_up(group.count, kRowsTogether);
     }
 }
 
@@ -229,7 +232,7 @@ void Work::head(Team& team, int mantissa, int64_t rows, float* logits, int64_t s
     Tiles tiles = matrix.tiles();
     tiles.rows = rows;
     tiles.tiles = (rows + kTileRows - 1) / kTileRows;
-    const Activations x = activations(matrix, fine(OTARO_HEAD, mantissa), mantissa, 0);
+    const Activations x = activations(matrix, fine(OTARO_HEAD, mantissa), mantissa, 0, count);
     team.run(count, row_grain(count, model_.hidden, team.threads()), [&](int, int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) {
             float* const normed = normed_.get() + row * model_.hidden;

@@ -96,7 +96,7 @@ void quantize_spans(const float* x, int64_t length, int mantissa, const Activati
             sum = V::addi(sum, whole[i]);
         }
         for (int i = 0; i < kColumns / V::kLanes; ++i) {
-            const int64_t place = row * to.columns + start + i * V::kLanes;
+            const int64_t place = activation_place(to, row, start + i * V::kLanes);
             if (fine) {
                 V::store_low(to.coarse + place, V::shift_right(V::addi(whole[i], V::set1i(128)), V::count(8)));
                 V::store_low(to.fine + place, whole[i]);

@@ -165,9 +165,14 @@ void multiply_rows(const Product& product, const Steps (&begin)[kTiles], int64_t
     constexpr int kRows = V::kBytes / kStepColumns;
     const Tiles& tiles = *product.weight;
     const Activations& x = *product.x;
-    const int8_t* const coarse = x.coarse + row * x.columns;
-    const int8_t* const fine = kFine ? x.fine + row * x.columns : nullptr;
-    const int16_t* const words = kWords ? x.words + row * x.columns : nullptr;
+    const int64_t first = activation_place(x, row, 0);
+    // A single row beside others is not multiplied with several tiles.
+    const int64_t next_block = kBlockColumns * (kBatch > 1   ? kRowsTogether
+                                                : kTiles > 1 ? rows_together(1)
+                                                             : x.together);
+    const int8_t* const coarse = x.coarse + first;
+    const int8_t* const fine = kFine ? x.fine + first : nullptr;
+    const int16_t* const words = kWords ? x.words + first : nullptr;
     const float* const scale = x.scale + row * x.stride;
     const float* const offset = x.offset + row * x.stride;
     const int64_t tile_groups = tiles.groups * kTileRows;
@@ -196,7 +201,6 @@ void multiply_rows(const Product& product, const Steps (&begin)[kTiles], int64_t
                                                  __attribute__((always_inline)) { steps[t.value].start_block(); });
             repeat<kSteps>([&](auto step) __attribute__((always_inline)) {
                 constexpr int kStep = decltype(step)::value;
-                const int64_t place = block * kBlockColumns + kStep * kStepColumns;
                 typename V::B codes[kTiles][kParts];
                 repeat<static_cast<int>(kTiles)>([&](auto t) __attribute__((always_inline)) {
                     steps[t.value].template parts<kStep>([&](typename V::B code, auto p) __attribute__((
@@ -204,7 +208,7 @@ void multiply_rows(const Product& product, const Steps (&begin)[kTiles], int64_t
                 });
                 repeat<kBatch>([&](auto number) __attribute__((always_inline)) {
                     constexpr int b = decltype(number)::value;
-                    const int64_t at = b * x.columns + place;
+                    const int64_t at = block * next_block + b * kBlockColumns + kStep * kStepColumns;
                     if constexpr (kWords) {
                         repeat<kParts>([&](auto p) __attribute__((always_inline)) {
                             const typename V::B two = V::four(words + at + 2 * p.value);

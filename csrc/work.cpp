@@ -55,11 +55,13 @@ Work::Work(const Model& model, int group_size, const EngineKernels& kernels, boo
         widest = std::max(widest, padded_columns(tiles));
         scratch_bytes_ = std::max(scratch_bytes_, product_scratch(tiles));
     }
-    quantized_.coarse = room<int8_t>(kRows * widest);
-    quantized_.fine = room<int8_t>(kRows * widest);
-    quantized_.words = room<int16_t>(kRows * widest);
-    quantized_.scale = room<float>(kRows * scale_stride(widest / kBlockColumns));
-    quantized_.offset = room<float>(kRows * scale_stride(widest / kBlockColumns));
+    // Rows of each width begin at a multiple of kRowsTogether.
+    constexpr int64_t kQuantized = kRows + (kWidest - kNarrowest + 1) * kRowsTogether;
+    quantized_.coarse = room<int8_t>(kQuantized * widest);
+    quantized_.fine = room<int8_t>(kQuantized * widest);
+    quantized_.words = room<int16_t>(kQuantized * widest);
+    quantized_.scale = room<float>(kQuantized * scale_stride(widest / kBlockColumns));
+    quantized_.offset = room<float>(kQuantized * scale_stride(widest / kBlockColumns));
 }
 
 int64_t Work::bytes(const Model& model, int group_size, int64_t context, int cache_mantissa, int threads) {

@@ -86,7 +86,7 @@ class Work {
     void multiply(Team& team);
     void project(Team& team, const Layer& layer, std::initializer_list<Projection> projections);
     float* normed(int64_t row, const float* weight);
-    Activations activations(const Matrix& matrix, bool fine, int mantissa, int64_t row) const;
+    Activations activations(const Matrix& matrix, bool fine, int mantissa, int64_t row, int64_t count) const;
     void reserve(int threads, int64_t scores, int64_t rows);
     template <class T> Memory<T> room(int64_t count, Bytes (*take)(int64_t bytes) = allocate_bytes);
 
