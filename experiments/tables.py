@@ -153,11 +153,13 @@ ALPACA = {
     "**`tiers`**": "tiers",
     "`tiers`, completions only (two seeds)": "tiers+completions",
 }
-REPEATED = {
+AVERAGED = {
     "`fp16`, averaged": "fp16+averaged",
+    "`fixed`, a run for each width": "fixed",
     "`fixed`, averaged, a run for each width": "fixed+averaged",
     "**`tiers`**": "tiers",
 }
+REPEATED = {label: name for label, name in AVERAGED.items() if name != "fixed"}
 SCHEMES = ("truncate", "truncated codes, half-step decode", "nearest, each width from the original")
 SCALES = {
     "2^E": ("`2^E`, no sign", "–", "5"),
@@ -175,7 +177,7 @@ EMBEDDINGS = {
 }
 TABLES: dict[str, Callable[[], str]] = {
     "wikitext": lambda: perplexities("wikitext", METHODS),
-    "stories": lambda: perplexities("stories", {**METHODS, "`fp16`, averaged (one seed)": "fp16+averaged", **SEARCHED}),
+    "stories": lambda: perplexities("stories", {"untuned": "untuned", "`fp16`": "fp16", **AVERAGED, **SEARCHED}),
     "epochs-four": lambda: perplexities("epochs", REPEATED, part="four"),
     "epochs-ten": lambda: perplexities(
         "epochs", {**REPEATED, "`tiers`, everything learned": "tiers+held_back=0"}, part="ten"

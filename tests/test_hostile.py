@@ -318,6 +318,35 @@ def test_texts_that_become_longer_and_longer_are_refused() -> None:
     check_described({"normalizer": {"type": "Sequence", "normalizers": ordinary}})
 
 
+def test_what_is_put_around_texts_is_little() -> None:
+    level, text = {"type": "ByteLevel", "use_regex": False}, {"Sequence": {"id": "A", "type_id": 0}}
+    special = {"SpecialToken": {"id": "x", "type_id": 0}}
+
+    def template(pieces: list[Any], ids: int = 1) -> dict[str, Any]:
+        tokens = {"x": {"id": "x", "ids": [0] * ids, "tokens": ["x"] * ids}}
+        return {"type": "TemplateProcessing", "single": pieces, "pair": [text, text], "special_tokens": tokens}
+
+    for described in (
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [level] * 22}},
+        {"post_processor": template([special] * 3000)},
+        {"post_processor": template([special, text], ids=3000)},
+        {"post_processor": template([text] * 300_000)},
+        {"post_processor": {"type": "Sequence", "processors": [template([text] * 20)] * 4}},
+    ):
+        with pytest.raises(ValueError, match=r"times longer|tokens around a text"):
+            check_described(described)
+    check_described({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [level, level]}})
+    check_described({"post_processor": {"type": "Sequence", "processors": [level, template([special, text, special])]}})
+
+
+def test_logits_that_are_no_numbers_are_an_error_in_transformers_too(packed_llama: Path) -> None:
+    model, tokenizer = otaro.load(packed_llama), load_tokenizer(packed_llama)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(OtaroError, match="logits are not finite"):
+        continue_tokens(model, tokenizer, torch.tensor([[5]]), max_new_tokens=2, settings={})
+
+
 def test_quick_expressions_are_told_from_others() -> None:
     for pattern in (r"\s+", r" {2,}", r"[^\S\n]+", "a|b", r"\p{Zs}", r"'s|'t", r"[\]*]+x"):
         assert is_quick(pattern), pattern

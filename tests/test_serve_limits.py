@@ -8,6 +8,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,9 +21,10 @@ import openai
 import pytest
 
 from otaro.errors import OtaroError
+from otaro.serve import completions
 from otaro.serve.problems import Problem
 from otaro.serve.queue import Queue
-from otaro.serve.service import Limits
+from otaro.serve.service import LONG_PROMPT, Limits
 from tests.serving import SAY, Paced, PacedRunning, Served, open_paced, open_tiny, serving, until
 
 CHAT = "/v1/chat/completions"
@@ -458,3 +460,107 @@ def test_scoring_a_prompt_ends_with_its_time(packed_llama: Path, monkeypatch: py
         assert answer.status_code == 503
         assert "in time" in answer.json()["error"]["message"]
         until(lambda: served.service.queue.running == 0)
+
+
+# ---- prompts that take long, and requests for much
+
+
+def test_a_request_for_many_seats_lets_others_pass() -> None:
+    async def run() -> None:
+        queue = Queue(4, 4)
+        await queue.take("long", 1)
+        many = asyncio.create_task(queue.take("many", 4))
+        await asyncio.sleep(0)
+        for client in ("many", "other", "third"):
+            await asyncio.wait_for(queue.take(client, 1), 1)
+        assert not many.done()
+        for client in ("many", "other", "third", "long"):
+            assert not many.done()
+            queue.give_back(client)
+        await asyncio.wait_for(many, 1)
+        assert (queue.running, queue.waiting) == (4, 0)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_cannot_fit_is_refused_unread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("otaro.serve.completions.encode_prompt", never)
+    monkeypatch.setattr("otaro.serve.chat.render_chat", never)
+    context, long = served.service.engine.context, "x" * 1_000_000
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": long}]}),
+        ("/v1/completions", {"prompt": long}),
+    ):
+        error = refused(served.post(path, body), 400, f"context of {context} tokens")
+        assert error["code"] == "context_length_exceeded"
+
+
+def test_long_prompts_of_one_client_keep_no_other_waiting(packed_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it matter whether that client stays; and the server's end waits for none of them."""
+    service, paced = open_paced(packed_llama)
+    service._most_letters = 10**9
+    goes_on, begun = threading.Event(), []
+    encode = completions.encode_prompt
+
+    def slow(tokenizer: Any, text: str) -> list[int]:
+        if len(text) > LONG_PROMPT:
+            begun.append(text)
+            goes_on.wait(60)
+            text = "long"
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(completions, "encode_prompt", slow)
+    long = {"prompt": "x" * 100_000, "max_tokens": 2}
+    with serving(service) as served, ThreadPoolExecutor(6) as pool, ExitStack() as leaving:
+        answers = [pool.submit(served.post, "/v1/completions", long) for _ in range(5)]
+        until(lambda: begun)
+        impatient = leaving.enter_context(httpx2.Client(base_url=served.url, timeout=0.3))
+        with pytest.raises(httpx2.TimeoutException):
+            impatient.post("/v1/completions", json=long)
+        short = pool.submit(served.post, "/v1/completions", {"prompt": "a", "max_tokens": 2})
+        until(lambda: paced.open)
+        paced.open[0].end("length")
+        assert short.result(10).status_code == 200
+        assert len(begun) == 1
+        served.stop()
+        served.stop()
+        for answer in answers:
+            refused(answer.result(30), 503, "stopping")
+        served.thread.join(10)
+        assert not served.thread.is_alive()
+    goes_on.set()
+
+
+def test_the_log_counts_all_tokens_and_knows_why_an_answer_ended(
+    packed_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service, paced = open_paced(packed_llama)
+    with serving(service) as served, ThreadPoolExecutor(1) as pool, caplog.at_level(logging.INFO, "otaro.serve"):
+        answer = pool.submit(served.post, CHAT, {**SAY, "stop": "x"})
+        until(lambda: paced.open)
+        (running,) = paced.open
+        for letter in "abx":
+            paced.step(running, letter)
+        assert answer.result(10).json()["choices"][0]["finish_reason"] == "stop"
+        until(lambda: any("tokens of prompt" in message for message in caplog.messages))
+        (line,) = [message for message in caplog.messages if "tokens of prompt" in message]
+        assert "3 new, stop, first after" in line
+        assert 'otaro_answers_total{reason="stop"} 1.0' in served.client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "code"),
+    [
+        (b'{"prompt": "a", "stop": "\\ud800"}', "stop", "invalid_value"),
+        (b'{"prompt": "a\\ud800"}', None, None),
+        (b'{"prompt": "\xe4"}', None, "invalid_json"),
+        (b"[" * 100_000, None, "invalid_json"),
+    ],
+)
+def test_what_is_wrong_is_called_by_its_name(served: Served, content: bytes, param: str | None, code: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    error = refused(served.client.post("/v1/completions", content=content, headers=headers), 400)
+    assert (error["param"], error["code"]) == (param, code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -164,6 +165,25 @@ def test_a_chat_whose_precision_is_a_slider(page: Page) -> None:
     page.page.click("#fresh")
     assert page.page.locator(".message").count() == 0
     assert page.page.is_visible("#welcome")
+
+
+@in_browser
+def test_the_slider_counts_while_a_message_waits(page: Page) -> None:
+    others = page.served.service.limits.seats
+    with ExitStack() as leaving:
+        for number in range(others):
+            leaving.enter_context(page.served.stream({}))
+            until(lambda number=number: len(page.paced.open) == number + 1)
+        page.page.fill("#prompt", "Hello")
+        page.page.keyboard.press("Enter")
+        until(lambda: page.served.service.queue.waiting == 1)
+        page.page.fill("#width", "3")
+        page.paced.open[0].end("stop")
+        until(lambda: len(page.paced.all) == others + 1)
+        running = page.paced.all[-1]
+        assert running.request.precision == Precision.E5M8
+        until(lambda: running.precision == Precision.E5M3)
+        running.end("stop")
 
 
 @in_browser

@@ -12,7 +12,11 @@ from pathlib import Path
 
 from experiments import tuning
 
-RUNS = ("untuned", "fp16", "fp16+averaged", "fixed-E5M4", "fixed-E5M3", "tiers", "uniform", "bps", "otaro")
+FIXED = ("fixed-E5M4", "fixed-E5M3")
+RUNS = (
+    *("untuned", "fp16", "fp16+averaged", *FIXED, *(f"{name}+averaged" for name in FIXED)),
+    *("tiers", "uniform", "bps", "otaro"),
+)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

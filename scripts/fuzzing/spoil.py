@@ -349,9 +349,19 @@ def odd_model(vocabulary: Any, chance: random.Random) -> Any:
     return chance.choice(kinds)
 
 
+def long_template(chance: random.Random) -> dict[str, Any]:
+    """Much around a text, or the text again and again."""
+    count, ids = chance.choice(((3, 3), (300, 300), (20, 2000), (20000, 2)))
+    special = {"SpecialToken": {"id": "x", "type_id": 0}}
+    pieces = [chance.choice((special, {"Sequence": {"id": "A", "type_id": 0}}))] * count
+    tokens = {"x": {"id": "x", "ids": [0] * ids, "tokens": ["x"] * ids}}
+    return {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": tokens}
+
+
 def spoil_tokenizer(described: Any, chance: random.Random) -> Any:
     """A tokenizer.json with another step, another model, or with anything else in it."""
     way = chance.random()
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     if not isinstance(described, dict) or way < 0.4:
         return spoil_value(described, chance)
     if way < 0.8:
@@ -387,6 +397,8 @@ def spoil_tokenizer(described: Any, chance: random.Random) -> Any:
         },
         {"added_tokens": [{"id": 2**31, "content": ""}]},
         {"version": "9.9"},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [byte_level] * chance.choice((2, 8, 30))}},
+        {"post_processor": long_template(chance)},
     )
     return {**described, **chance.choice(odd)}
 

@@ -91,6 +91,13 @@ class TransformersRunner:
         """All has been read before the first token."""
 
 
+def _check_finite(ids: Tensor, scores: Tensor) -> Tensor:
+    """The scores as they are: one that is no number would make any token the likeliest."""
+    if bool(torch.isnan(scores).any()) or bool(torch.isposinf(scores).any()):
+        raise OtaroError("the model's logits are not finite: its weights are broken")
+    return scores
+
+
 @torch.inference_mode()
 def continue_tokens(
     model: Any,
@@ -130,6 +137,7 @@ def continue_tokens(
                 eos_token_id=ends or None,
                 pad_token_id=ends[0] if ends else 0,
                 streamer=streamer,
+                logits_processor=[_check_finite],
                 **settings,
             )
     seconds = time.perf_counter() - start

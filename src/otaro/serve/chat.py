@@ -25,7 +25,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     body.check()
     choice = service.control.choose(body.model, body.precision)
     messages = [message.for_template() for message in body.messages]
-    prompt = await service.prepare(_render, service.tokenizer, messages, body.offered_tools)
+    letters = sum(len(str(message)) for message in messages)
+    prompt = await service.prepare(request, letters, _render, service.tokenizer, messages, body.offered_tools)
     tokens = service.room(prompt, body.limit)
     wanted = [Wanted(prompt, body.sampling(index), tokens, counted=index == 0) for index in range(body.choices)]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

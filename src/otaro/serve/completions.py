@@ -27,7 +27,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     service: Service = request.app.state.service
     body.check()
     choice = service.control.choose(body.model, body.precision)
-    prompts = [await service.prepare(_tokens, service.tokenizer, prompt) for prompt in body.prompts]
+    prompts = [
+        await service.prepare(
+            request, len(prompt) if isinstance(prompt, str) else 0, _tokens, service.tokenizer, prompt
+        )
+        for prompt in body.prompts
+    ]
     rooms = [service.room(prompt, body.max_tokens or DEFAULT_TOKENS) for prompt in prompts]
     # Who has a prompt scored asks for one token more and counts on it, even if it is the end.
     scoring = bool(body.echo) and body.logprobs is not None and body.max_tokens == 1

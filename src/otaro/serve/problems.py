@@ -74,7 +74,8 @@ def install(app: FastAPI) -> None:
             400: "the body is not valid JSON",  # FastAPI's, for what its parser does not get through
         }
         message = words.get(error.status_code, str(error.detail))
-        return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+        code = "invalid_json" if error.status_code == 400 else None
+        return JSONResponse(error_body(error.status_code, message, code=code), error.status_code, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -97,4 +98,6 @@ def install(app: FastAPI) -> None:
 
 def _is_type(part: str | int) -> bool:
     """Whether a part of pydantic's places names an alternative and not a field."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper())
+    if not isinstance(part, str):
+        return False
+    return part in ("str", "int", "float", "bool") or not {"[", "-"}.isdisjoint(part) or part[:1].isupper()

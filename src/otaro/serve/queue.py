@@ -3,7 +3,8 @@
 The queue is fair between clients, not between requests: the next seats go to the client that has the fewest, among
 those with as few to the one that was served longest ago. Where the queue is full, the latest request of the client that
 waits with the most makes room for a client that waits with fewer. So a client that asks for a hundred answers at
-once delays itself.
+once delays itself. A request for more seats than are free waits for them, and lets those pass for whom there are
+enough.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Queue:
         """Wait for so many seats at once; 429 if the queue is full, 503 if the server stops."""
         if self._closed:
             raise stopping()
-        if not self._waiting and self.running + seats <= self.seats:
+        if self.running + seats <= self.seats:  # whoever waits wants more seats than there are
             self._seat(client, seats)
             return
         if len(self._waiting) >= self.limit:
@@ -105,12 +106,10 @@ class Queue:
     def _fill(self) -> None:
         """Seat those whose turn it is, as far as there are seats."""
         self._forget_gone()
-        while self._waiting:
+        while fitting := [place for place in self._waiting if self.running + place.seats <= self.seats]:
             first = min(
-                self._waiting, key=lambda place: (self._taken[place.client], self._served.get(place.client, 0))
+                fitting, key=lambda place: (self._taken[place.client], self._served.get(place.client, 0))
             )  # the first of its client: min keeps the order
-            if self.running + first.seats > self.seats:
-                break
             self._waiting.remove(first)
             self._seat(first.client, first.seats)
             first.turn.set_result(None)

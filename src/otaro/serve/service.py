@@ -32,7 +32,7 @@ from otaro.serve.logprobs import TokenTexts
 from otaro.serve.mailbox import Mailbox
 from otaro.serve.metrics import Metrics
 from otaro.serve.problems import Problem
-from otaro.serve.queue import RETRY_SECONDS, Queue, full, stopping
+from otaro.serve.queue import RETRY_SECONDS, Queue, stopping
 
 log = logging.getLogger("otaro.serve")
 
@@ -40,7 +40,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PREPARING = 4
-"""Prompts that are made into tokens at a time."""
+"""Prompts that are made into tokens at a time, long ones one at a time."""
+LONG_PROMPT = 20_000
+"""Letters; shorter ones are done in a moment."""
 
 
 @dataclass(frozen=True)
@@ -98,21 +100,41 @@ class Service:
         self.stopping = False
         self.loading_error: str | None = None
         self._generations: set[Generation] = set()
-        self._preparing, self._prompts = asyncio.Semaphore(PREPARING), 0
+        most = limits.seats + limits.waiting
+        self._short, self._long = Queue(PREPARING, most), Queue(1, most)
+        self._prompts: set[asyncio.Future[Any]] = set()
+        self._most_letters = engine.context * max(map(len, tokenizer.get_vocab()), default=1)
         self._scored: set[threading.Event] = set()
 
     # ---- what a request goes through
 
-    async def prepare(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Run what makes a prompt of a request, in a thread; where more want that than could be served, 429."""
-        if self._prompts >= self.limits.seats + self.limits.waiting:
-            raise full()
-        self._prompts += 1
+    async def prepare(
+        self, http: HttpRequest, letters: int, function: Callable[P, T], *arguments: P.args, **named: P.kwargs
+    ) -> T:
+        """Run what makes a prompt of so many letters, in a thread; clients take turns, as for seats."""
+        if letters > self._most_letters:
+            raise Problem(
+                400,
+                f"{letters} characters of prompt are more than a context of {self.engine.context} tokens can hold: "
+                "shorten it",
+                code="context_length_exceeded",
+            )
+        queue, client = self._long if letters > LONG_PROMPT else self._short, http.state.client
+        gone = asyncio.create_task(_gone(http))
         try:
-            async with self._preparing:
-                return await asyncio.to_thread(function, *arguments, **named)
+            await self._turn(queue, client, 1, gone)
+            work = in_thread(lambda: function(*arguments, **named))
+            self._prompts.add(work)
+            work.add_done_callback(self._prompts.discard)
+            # A thread is not ended: whoever leaves meanwhile keeps others waiting no longer than that.
+            work.add_done_callback(lambda _: queue.give_back(client))
+            either: set[asyncio.Future[Any]] = {work, gone}
+            await asyncio.wait(either, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise ClientGoneError if gone.done() else self._too_late()
         finally:
-            self._prompts -= 1
+            gone.cancel()
 
     async def score(
         self, http: HttpRequest, tokens: Sequence[int], precision: Precision | None, top: int
@@ -120,7 +142,7 @@ class Service:
         """The tokens of a prompt with their log probabilities, the first one without. It takes a seat as answers do."""
         gone, ended = asyncio.create_task(_gone(http)), threading.Event()
         try:
-            await self._turn(http.state.client, 1, gone)
+            await self._turn(self.queue, http.state.client, 1, gone)
             self._scored.add(ended)
             try:
                 width = self.engine.width if precision is None else precision
@@ -173,14 +195,14 @@ class Service:
         client, begun = http.state.client, time.monotonic()
         gone = asyncio.create_task(_gone(http))
         try:
-            await self._turn(client, len(wanted), gone)
+            await self._turn(self.queue, client, len(wanted), gone)
         except BaseException:
             gone.cancel()
             raise
         return Generation(self, f"{kind}-{uuid.uuid4().hex}", client, wanted, choice, stop, logprobs, gone, begun)
 
-    async def _turn(self, client: str, seats: int, gone: asyncio.Task[None]) -> None:
-        turn = asyncio.create_task(self.queue.take(client, seats))
+    async def _turn(self, queue: Queue, client: str, seats: int, gone: asyncio.Task[None]) -> None:
+        turn = asyncio.create_task(queue.take(client, seats))
         try:
             await asyncio.wait({turn, gone}, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
             if turn.done():
@@ -188,15 +210,18 @@ class Service:
             elif gone.done():
                 raise ClientGoneError
             else:
-                raise Problem(
-                    503,
-                    f"no turn came within {self.limits.seconds:.0f} seconds: try again later",
-                    code="overloaded",
-                    headers={"Retry-After": str(RETRY_SECONDS)},
-                )
+                raise self._too_late()
         finally:
             if not turn.done():
                 turn.cancel()
+
+    def _too_late(self) -> Problem:
+        return Problem(
+            503,
+            f"no turn came within {self.limits.seconds:.0f} seconds: try again later",
+            code="overloaded",
+            headers={"Retry-After": str(RETRY_SECONDS)},
+        )
 
     # ---- what goes on beside them
 
@@ -226,7 +251,8 @@ class Service:
     def stop(self) -> None:
         """Turn away whoever waits or comes; what is being written may come to its end."""
         self.stopping = True
-        self.queue.close()
+        for queue in (self.queue, self._short, self._long):
+            queue.close()
 
     def cancel(self) -> None:
         """End all answers now."""
@@ -234,12 +260,42 @@ class Service:
             generation.cancel()
         for ended in self._scored:
             ended.set()
+        for work in list(self._prompts):
+            if not work.done():
+                work.set_exception(stopping())
 
     def close(self) -> None:
         self.stop()
         self.cancel()
         self.scheduler.close()
         self.engine.close()
+
+
+def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """What a function returns or raises, run in a thread for which nobody has to wait when the server ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be that nobody asks
+
+    def tell(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop may be gone
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, daemon=True, name="otaro prompt").start()
+    return future
 
 
 async def _gone(http: HttpRequest) -> None:
@@ -268,6 +324,7 @@ class Generation:
         loop = service.mailbox.loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
         self._first: float | None = None
+        self._made = 0
         self._expired = False
         self._gone, self._clock = (
             gone,
@@ -379,6 +436,7 @@ class Generation:
             self._first = time.monotonic() - self._begun
             self._service.metrics.first_token.observe(self._first)
         if token is not None:
+            self._made += 1
             self._service.metrics.token(token.width)
         self._events.put_nowait((index, token))
         if token is None:
@@ -397,11 +455,12 @@ class Generation:
         self._clock.cancel()
         self._gone.cancel()
         seconds = time.monotonic() - self._begun
-        reasons = sorted(running.finish_reason or "" for running in self._running)
+        answers = zip(self.answers, self._running, strict=False)
+        reasons = sorted("stop" if answer.stopped else running.finish_reason or "" for answer, running in answers)
         self._service.metrics.finished(self.prompt_tokens, seconds, reasons)
         log.info(
             "%s %s: %d tokens of prompt, %d new, %s, first after %s, %.2f s",
-            *(self.id, self._client, self.prompt_tokens, self.completion_tokens, ", ".join(dict.fromkeys(reasons))),
+            *(self.id, self._client, self.prompt_tokens, self._made, ", ".join(dict.fromkeys(reasons))),
             *("-" if self._first is None else f"{self._first:.2f} s", seconds),
         )
 

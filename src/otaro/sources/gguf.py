@@ -147,6 +147,11 @@ class GgufSource(Source):
                 self._held(name) == parameter.numel() for name, parameter in wanted.items()
             ):
                 break
+        layers = self.model.config.get_text_config().num_hidden_layers
+        for name in self._file.tensors:
+            block, number, _ = (*name.split(".", 2), "", "")[:3]
+            if block == "blk" and number.isdecimal() and int(number) >= layers:
+                raise SourceError(f"{self.label} has {name} and says that it has {layers} blocks: it is damaged")
         self.tensors = []
         for name, parameter in wanted.items():
             if name not in self._origins:

@@ -23,6 +23,7 @@ from otaro.safetensors_file import SafetensorsFile
 from otaro.sefp import Format, check_scales
 
 SCALES_NAME = "sefp_scales.safetensors"
+METADATA = "sefp_scales"
 
 
 def digest(weight: Tensor) -> str:
@@ -32,11 +33,13 @@ def digest(weight: Tensor) -> str:
 
 def save_scales(folder: Path, scales: Mapping[str, Tensor], weights: Mapping[str, Tensor], format: Format) -> None:
     """Write the scales of weights by their names, all in one format."""
-    metadata = {
-        "sefp_scheme": format.scheme,
-        "sefp_group_size": str(format.group_size),
-        "sefp_digests": json.dumps({name: digest(weights[name]) for name in scales}),
+    described = {
+        "scheme": format.scheme,
+        "group_size": format.group_size,
+        "digests": {name: digest(weights[name]) for name in scales},
     }
+    # One entry: the order of several differs from run to run, and equal runs are to give equal files.
+    metadata = {METADATA: json.dumps(described)}
     save_file({name: scale.cpu().contiguous() for name, scale in scales.items()}, folder / SCALES_NAME, metadata)
 
 
@@ -50,9 +53,9 @@ class GivenScales:
             return
         self._file = SafetensorsFile(path)
         try:
-            metadata = self._file.metadata
-            self._format = Format(metadata["sefp_scheme"], int(metadata["sefp_group_size"]))  # type: ignore[arg-type]
-            self._digests: dict[str, str] = dict(json.loads(metadata["sefp_digests"]))
+            described = json.loads(self._file.metadata[METADATA])
+            self._format = Format(described["scheme"], int(described["group_size"]))
+            self._digests: dict[str, str] = dict(described["digests"])
         except (KeyError, ValueError, TypeError, RecursionError, FormatError) as error:
             self.close()
             raise SourceError(f"{SCALES_NAME} does not say what it holds: delete it or tune again") from error

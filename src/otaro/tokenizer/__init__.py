@@ -111,6 +111,11 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool
 
     if not texts:
         return []
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise OtaroError("the text has half a character in it: a surrogate without the other") from error
     with _silent(STDERR):  # a panic says so there before Python hears of it
         return _within(SECONDS + sum(map(len, texts)) / LETTERS_PER_SECOND, work)
 

@@ -23,6 +23,7 @@ LARGEST_TEMPLATE = 1_000_000
 MOST_STEPS = 256
 LONGEST_TEXT = 4096
 """Characters of a replacement, an expression, an added token."""
+MOST_PIECES = 100
 MOST_GROWTH = 100
 """How many times longer a text may become; SentencePiece's table makes one letter 33 bytes long."""
 MOST_ENTRIES = 1_000_000
@@ -84,7 +85,7 @@ def check_described(described: dict[str, Any]) -> None:
         steps = list(_steps(described.get(part)))
         if len(steps) > MOST_STEPS:
             raise ValueError(f"its {part} has {len(steps)} steps")
-        growth = math.prod(_growth(step) for step in steps) if part in ("normalizer", "decoder") else 1
+        growth = math.prod(map(_growth, steps))
         if growth > MOST_GROWTH:
             raise ValueError(f"its {part} makes texts {growth:.0f} times longer")
     added = described.get("added_tokens")
@@ -122,7 +123,7 @@ def _check_texts(value: Any, *, deep: bool = True) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times longer a step of a normalizer or decoder may make a text; at least 1."""
+    """How many times longer a step may make a text; at least 1."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
             return max(1.0, len(content) / len(pattern)) if pattern else len(content) + 1
@@ -138,6 +139,18 @@ def _growth(step: dict[str, Any]) -> float:
             raise ValueError("its decoder cuts tokens off at both ends, which fails on those that end up with nothing")
         case {"type": "NFKC" | "NFKD"}:
             return 18
+        case {"type": "TemplateProcessing", "single": list(single), "pair": list(pair)}:
+            special = step.get("special_tokens")
+            listed = [entry.get("ids") for entry in special.values()] if isinstance(special, dict) else []
+            if len(single) + len(pair) + sum(len(ids) for ids in listed if isinstance(ids, list)) > MOST_PIECES:
+                raise ValueError(f"its post_processor puts more than {MOST_PIECES} tokens around a text")
+            return max(
+                1,
+                *(
+                    sum(isinstance(piece, dict) and "Sequence" in piece for piece in template)
+                    for template in (single, pair)
+                ),
+            )
         case {"type": "ByteLevel"}:  # each byte becomes a letter, of two bytes for every second one
             return 2
     return 1

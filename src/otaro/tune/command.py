@@ -165,6 +165,7 @@ def tune(
         return
     if out.exists():
         raise OtaroError(f"{out} exists already: choose another name or delete it first")
+    decode_text(os.fsencode(out), "the name of the folder to write")
     if not out.absolute().parent.is_dir():
         raise OtaroError(f"{out.absolute().parent} is not a folder: create it first")
     if early_stopping is not None and eval_text is None:

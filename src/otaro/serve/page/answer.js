@@ -30,12 +30,15 @@ export class Writer {
 }
 
 // Stream one answer: its text, and a line on how it went.
-export async function write({ body, onText, onToken, running }) {
+export async function write({ body, onBegin, onText, onToken, running }) {
   const result = { tokens: 0, reason: null, error: null, widths: [] };
   let first = 0, last = 0;
   try {
     for await (const chunk of streamChat(body, running.controller.signal)) {
-      running.id = chunk.id;
+      if (running.id !== chunk.id) {
+        running.id = chunk.id;
+        onBegin?.();
+      }
       const { width, tokens } = chunk.otaro ?? {};
       if (width && tokens > result.tokens) {
         first ||= performance.now();

@@ -169,14 +169,19 @@ async function send(text) {
   item.classList.add("writing");
   scrollDown(true);
   begin();
+  const precision = chosenPrecision();
   const done = await write({
     running: state.running,
     body: {
       model: state.model,
       messages: asked,
-      precision: chosenPrecision(),
+      precision,
       temperature: number("temperature", 0.7),
       max_completion_tokens: number("tokens", 512),
+    },
+    onBegin() {
+      // The slider may have been moved while the message waited for its turn.
+      if (chosenPrecision() !== precision) changeWidth();
     },
     onText(piece, width) {
       answer.content += piece;
