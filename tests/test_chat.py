@@ -158,6 +158,12 @@ def test_an_answer_that_fails_or_is_stopped_costs_nothing_else(talk: Talk) -> No
     assert runner.prompts == ["u:one|>", "u:one|>", "u:two|>", "u:two|>"]
 
 
+def test_a_retry_may_name_a_precision(talk: Talk) -> None:
+    runner, remarks = talk("one", "/retry E5M3")
+    assert runner.precision == Precision.E5M3
+    assert any("now at E5M3" in remark for remark in remarks)
+
+
 def test_a_retry_that_fails_leaves_the_answer_there_was(talk: Talk) -> None:
     class Failing(EchoRunner):
         def generate(self, prompt: Sequence[int], request: Request, *rest: Any) -> GenerationResult:

@@ -609,6 +609,17 @@ def test_a_gguf_header_beyond_all_measure(case: str, tmp_path: Path) -> None:
         open_source(path)
 
 
+def test_a_gguf_of_fewer_layers_than_it_has_is_damaged(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    data = (tmp_path / "tiny.gguf").read_bytes()
+    count = struct.pack("<II", gguf.GGUFValueType.UINT32, SMALL["num_hidden_layers"])
+    key = b"llama.block_count"
+    assert data.count(key + count) == 1
+    (tmp_path / "tiny.gguf").write_bytes(data.replace(key + count, key + struct.pack("<II", 4, 1)))
+    with pytest.raises(SourceError, match=r"says that it has 1 blocks"):
+        open_source(tmp_path / "tiny.gguf")
+
+
 def test_a_gguf_of_more_layers_than_tensors(tmp_path: Path) -> None:
     for count, message in ((2**31, "num_hidden_layers is"), (4000, "a far larger model than")):
         write_gguf(tmp_path / "tiny.gguf", "llama", block_count=count)

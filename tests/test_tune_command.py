@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,15 @@ def test_weights_are_averaged_and_the_schedule_goes_with_it(
     last = json.loads((out / "tune.jsonl").read_text().splitlines()[-1])
     # The schedule is one update short of its end.
     assert last["learning_rate"] == pytest.approx(last_rate, abs=0.05)
+
+
+def test_a_folder_whose_name_is_not_text_is_refused_at_once(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("Some text. " * 50, encoding="utf-8")
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/q\xff")
+    assert cli.main(["tune", str(tiny_llama), name, "--data", str(tmp_path / "text.txt"), "--steps", "1", "--cpu"]) == 2
+    assert "is not UTF-8 text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def check_room(out: Path, size: int) -> None:
         raise OtaroError(f"{out} cannot be written: there is no folder {parent}, create it first")
     free = shutil.disk_usage(parent).free
     if size > free:
-        raise OtaroError(f"{out} needs {size / 1e6:.0f} MB but only {free / 1e6:.0f} MB are free: make room first")
+        raise OtaroError(f"{out} needs {size / 1e6:.1f} MB but only {free / 1e6:.1f} MB are free: make room first")
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ class Budget:
             "to work with": self.work,
         }
         listed = ", ".join(f"{_megabytes(size)} {name}" for name, size in named.items())
-        return f"{self.loaded} and {self.context} tokens take {_megabytes(self.total)} MB: {listed}"
+        return f"{self.loaded} and {self.context} tokens take {math.ceil(self.total / 1e6)} MB: {listed}"
 
 
 class Estimate:

@@ -37,7 +37,7 @@ Message = dict[str, str]
 COMMANDS = {
     "/precision E5M4": "run at another precision; by itself: show the one in use",
     "/system TEXT": 'tell the model what holds for every answer; by itself: show it; with "": take it back',
-    "/retry": "answer the last message again, with another draw",
+    "/retry": "answer the last message again, with another draw, or at the precision that is named",
     "/save FILE": "write the conversation as JSON",
     "/load FILE": "go on with a conversation from such a file",
     "/clear": "forget the conversation, but not what /system says",
@@ -131,7 +131,9 @@ class Conversation:
         self._turns, self._unanswered, self._file = [], None, None
         note("forgotten")
 
-    def _retry(self, _: str) -> None:
+    def _retry(self, name: str) -> None:
+        if name:
+            self._set_precision(name)
         if self._unanswered is not None:
             self._answer(self._unanswered, self._turns)
             return
