@@ -34,7 +34,7 @@ def test_memory_picks_the_width_and_says_what_was_counted(
     size = f"{estimate.of(Precision.E5M5, 7).total}B"
     assert main([*arguments, "--memory", size]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("E5M5 and 7 tokens take 317 MB: 300 Python and its libraries, ")
+    assert said[0].startswith("E5M5 and 7 tokens take 318 MB: 300 Python and its libraries, ")
     assert said[-1].startswith("E5M5: 2 tokens")
     assert main([*arguments, "--memory", size, "--precision", "E5M4", "--draft", "E5M3"]) == 0
     assert capsys.readouterr().err.startswith("E5M4 and 7 tokens take ")
@@ -45,7 +45,7 @@ def test_memory_picks_the_width_and_says_what_was_counted(
         assert "E5M5 is the widest that fits" in refusal
         assert refusal.count("\n") == 1
     assert main([*arguments, "--memory", "1kB"]) == 2
-    assert "0.0 MB are too little: E5M3 and 7 tokens take 317 MB: 300 Python" in capsys.readouterr().err
+    assert "0.0 MB are too little: E5M3 and 7 tokens take 318 MB: 300 Python" in capsys.readouterr().err
     assert main([*arguments, "--memory", size, "--backend", "transformers"]) == 2
     assert "--memory needs the native engine" in capsys.readouterr().err
 
