@@ -168,6 +168,26 @@ def test_a_chat_whose_precision_is_a_slider(page: Page) -> None:
 
 
 @in_browser
+def test_a_message_does_not_wait_for_what_the_page_asks_first(browser: Any, packed_llama: Path) -> None:
+    service, paced = open_paced(packed_llama)
+    with serving(service) as served:
+        context = browser.new_context()
+        page = context.new_page()
+        waiting: list[Any] = []
+        for path in ("health", "v1/models", "v1/precision"):
+            page.route(f"**/{path}", lambda route: waiting.append(route))
+        page.goto(served.url)
+        page.fill("#prompt", "Hello")
+        page.keyboard.press("Enter")
+        until(lambda: len(paced.open) == 1)
+        assert paced.open[0].precision is None  # whatever the server takes by itself
+        assert page.locator(".message").count() == 2
+        assert page.is_hidden("#alert")
+        assert len(waiting) == 2
+        context.close()
+
+
+@in_browser
 def test_the_slider_counts_while_a_message_waits(page: Page) -> None:
     others = page.served.service.limits.seats
     with ExitStack() as leaving:

@@ -11,7 +11,7 @@ const name = (bits) => `E5M${bits}`;
 const bitsOf = (width) => Number(width.slice(-1));
 
 const state = {
-  model: "",
+  model: undefined, // until the server has said it; a request without it is one to the only model
   widths: {}, // bits per weight by precision
   messages: [], // {role, content, parts: [[width, text]]}
   running: null, // {controller, id}
@@ -99,6 +99,7 @@ function showWidth(written = null) {
 }
 
 function chosenPrecision() {
+  if (!$("width").dataset.set) return undefined; // what the server takes by itself
   return $("auto").checked ? "auto" : name($("width").value);
 }
 
@@ -364,6 +365,7 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("prompt").value.trim();
   if (!text || state.running) return;
+  if (mode() === "compare" && !$("width-left").value) return; // which widths there are is on its way
   $("prompt").value = "";
   fit();
   if (mode() === "chat") send(text);
