@@ -112,14 +112,15 @@ def test_what_is_learned_by_heart_is_not_kept(tmp_path: Path, monkeypatch: pytes
         found.update({name: value.clone() for name, value in model.state_dict().items()})
         return settle_model(model)
 
-    monkeypatch.setattr("otaro.tune.trainer.settle_model", watch)
+    monkeypatch.setattr("otaro.tune.finishing.settle_model", watch)
     run = trainer(tmp_path, Blocks(16), held_back=0.25)
     weights = Weights(run.model)
     run.add_callback(weights)
     run.train()
     assert 0 < run.watch.update < run.watch.ended < 36
     assert run.averaged == run.watch.update
-    assert set(run.selector.counts.values()) == {0, 60 - run.watch.ended}
+    assert run.state.global_step == run.watch.ended
+    assert set(run.selector.counts.values()) == {0, 24}
     for name, value in found.items():
         if name.endswith(("_E5M3", "_E5M4")):
             continue
@@ -142,22 +143,6 @@ def test_a_run_that_gets_no_worse_is_one_without_those_sequences(tmp_path: Path)
     assert not watched.watch.ended
     for name, value in plain.model.state_dict().items():
         assert torch.equal(watched.model.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize("ended, longest", [(0, 1.0), (30, 1.0), (80, 2.0)])
-def test_late_fits_take_longer_steps(
-    ended: int, longest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tier can go as far as it could in the usual 0.4 of the run."""
-    steps: list[float] = []
-    monkeypatch.setattr("otaro.tune.trainer.fit", lambda *arguments, **options: steps.append(arguments[4]) or {})
-    run = trainer(tmp_path, Blocks(16), held_back=0.25)
-    run.create_optimizer()
-    run.state.max_steps, run.watch.ended, run.watch.update = 100, ended, ended
-    for run.state.global_step in range(ended, 101):
-        run.fit_tiers()
-    assert len(steps) == (100 - ended if ended else 40)
-    assert max(steps) == steps[0] == pytest.approx(longest * run._fitting_step)
 
 
 def test_no_share(tmp_path: Path) -> None:

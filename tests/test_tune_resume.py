@@ -57,8 +57,10 @@ def resumed(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
         ("13:SIGKILL", 10, {**ADAM, "method": "otaro", "average": 0.7}),
         ("9:SIGKILL", 5, {"method": "uniform"}),
         ("13:SIGKILL", 10, {**ADAM, **TIERS}),
-        ("8:SIGKILL", 5, {**ADAM, **HELD_BACK}),  # before the held-out loss has risen
-        ("13:SIGKILL", 10, {**ADAM, **HELD_BACK}),  # and afterwards
+        ("fit13:SIGKILL", 22, {**ADAM, **TIERS}),
+        ("fit3:SIGKILL", 22, {**ADAM, **TIERS, "architecture": "gpt2"}),  # which has dropout
+        ("7:SIGKILL", 5, {**ADAM, **HELD_BACK}),  # before the held-out loss has risen
+        ("fit8:SIGKILL", 9, {**ADAM, **HELD_BACK}),  # and afterwards
         ("save:SIGKILL", 5, {**ADAM, "method": "otaro", "save_total_limit": 1, "gradient_accumulation_steps": 2}),
     ],
 )
@@ -78,13 +80,17 @@ def test_what_the_killed_runs_hold_back_is_learned_by_heart(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_interrupted_and_resumed(tmp_path: Path) -> None:
-    options = {**SAVING, **ADAM, "save_steps": 500}
-    assert processes.run(tuning.main, str(tmp_path / "stopped"), json.dumps(options), "8:SIGINT", "") == 0
+@pytest.mark.parametrize(
+    "when, checkpoint, options", [("8:SIGINT", 9, {}), ("8:SIGINT", 9, TIERS), ("fit8:SIGINT", 22, TIERS)]
+)
+def test_interrupted_and_resumed(when: str, checkpoint: int, options: dict[str, Any], tmp_path: Path) -> None:
+    options = {**SAVING, **ADAM, **options, "save_steps": 500}
+    assert processes.run(tuning.main, str(tmp_path / "stopped"), json.dumps(options), when, "") == 0
     assert (tmp_path / "stopped" / "interrupted").read_text() == "True"
     found = resume.last_complete(tmp_path / "stopped")
     assert found is not None
-    assert found.name == "checkpoint-9"
+    assert found.name == f"checkpoint-{checkpoint}"
+    assert (tmp_path / "stopped" / "tiers.safetensors").exists() == when.startswith("fit")
     check_same(resumed(tmp_path / "stopped", options), whole(tmp_path / "whole", options))
 
 
@@ -104,7 +110,17 @@ def test_a_run_that_was_done_is_not_gone_on_with(tmp_path: Path) -> None:
     check_same(resumed(tmp_path, options), expected)
 
 
-def test_adapters_resume(tmp_path: Path) -> None:
+def test_tiers_of_another_run_are_not_taken(tmp_path: Path) -> None:
+    """Those that were fitted before an earlier checkpoint was gone on from."""
+    options = {**SAVING, **ADAM, **TIERS, "max_steps": 12}
+    expected = whole(tmp_path, options)
+    shutil.rmtree(tmp_path / "checkpoint-12")
+    (tmp_path / "tiers.safetensors").write_bytes(b"of another run")
+    check_same(resumed(tmp_path, options), expected)
+
+
+@pytest.mark.parametrize("options, left", [({}, 10), (TIERS, 10), (TIERS, 22)])
+def test_adapters_resume(options: dict[str, Any], left: int, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     from architectures import random_model
     from tuning import Blocks, arguments
@@ -113,7 +129,7 @@ def test_adapters_resume(tmp_path: Path) -> None:
     from otaro.tune.trainer import OtaroTrainer
 
     def run(go_on: bool) -> tuple[Any, ...]:
-        args = arguments(tmp_path, **SAVING, **{**ADAM, "learning_rate": 1e-2})
+        args = arguments(tmp_path, **SAVING, **{**ADAM, **options, "learning_rate": 1e-2})
         torch.manual_seed(0)
         model = add_adapters(random_model("llama"), args.format, args.floor, rank=4, dropout=0.1)
         trainer_ = OtaroTrainer(model, args, train_dataset=Blocks())
@@ -122,7 +138,8 @@ def test_adapters_resume(tmp_path: Path) -> None:
 
     expected = run(go_on=False)
     for step in (15, 20, 22):
-        shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)
+        if step > left:
+            shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)
     check_same(run(go_on=True), expected)
 
 

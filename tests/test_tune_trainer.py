@@ -184,7 +184,7 @@ def test_perplexity_of_a_bf16_run_is_that_of_its_weights(
         for layer in self._layers:
             if layer.width is not None:
                 tiers = layer.tiers.get("weight", ())
-                layer.values = layer.simulate(layer.weight).detach().to(self._dtype)
+                layer.values = layer.simulate(layer.weight).detach().to(self.dtype)
                 layer.__dict__["trained"] = ops.deciding(layer.weight, layer.width, tiers) if tiers else None
 
     monkeypatch.setattr(Refresher, "__call__", fill)

@@ -24,10 +24,11 @@ from transformers import TrainerCallback
 
 import otaro.tune.model
 from otaro import cli
+from otaro.tune import finishing
 from otaro.tune.callbacks import UpdateCallback
 from otaro.tune.command import tune
 from otaro.tune.config import TuneArguments
-from otaro.tune.tiers import without_tiers
+from otaro.tune.tiers import add_tiers, without_tiers
 from otaro.tune.trainer import OtaroTrainer
 
 
@@ -76,6 +77,19 @@ def command(*arguments: object) -> int:
     return int(code or 0)
 
 
+def at_fit(number: int, act: Callable[[], None]) -> None:
+    """Do something before the update of that number that fits, in a process of its own."""
+    fit, calls = finishing.fit, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            act()
+        return fit(*arguments, **options)
+
+    finishing.fit = counted
+
+
 class KillAt(TrainerCallback):  # type: ignore[misc]
     """Ends the process with a signal once a step is done."""
 
@@ -89,7 +103,11 @@ class KillAt(TrainerCallback):  # type: ignore[misc]
 
 
 def at(when: str, act: Callable[[], None]) -> None:
-    """Do something within ``otaro tune``, in a process of its own: once a step is done, or as its result is written."""
+    """Do something within ``otaro tune``, in a process of its own: once a step is done, before one that fits ("fit3"),
+    or as its result is written."""
+    if when.startswith("fit"):
+        at_fit(int(when[3:]), act)
+        return
     step_end, new_folder = UpdateCallback.on_step_end, otaro.tune.model.new_folder
 
     def on_step_end(self: UpdateCallback, args: Any, state: Any, *rest: Any, **options: Any) -> None:
@@ -127,10 +145,12 @@ def shard(run: OtaroTrainer) -> None:
     AcceleratorState.distributed_type = property(lambda state: DistributedType.FSDP, lambda state, value: None)
     run.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     run.is_fsdp_enabled = True
+    add_tiers(run.model, run.tiers)
 
 
 def main(folder: str, options: str, kill: str, resume: str) -> None:
-    """Train in a process of its own; `kill` is ``step:signal``, ``save:signal`` (amid the second one) or empty."""
+    """Train in a process of its own; `kill` is ``step:signal``, ``save:signal`` (amid the second one), ``fit3:signal``
+    (before the third update that fits) or empty."""
     run = trainer(folder, **json.loads(options))
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         shard(run)
@@ -145,6 +165,8 @@ def main(folder: str, options: str, kill: str, resume: str) -> None:
             save(output_dir)
 
         run._save_rng_state = save_or_die  # type: ignore[method-assign]
+    elif when.startswith("fit"):
+        at_fit(int(when[3:]), lambda: os.kill(os.getpid(), getattr(signal, name)))
     elif when:
         run.add_callback(KillAt(int(when), getattr(signal, name)))
     run.train(resume_from_checkpoint=resume == "resume" or None)

@@ -32,7 +32,7 @@ class Refresher:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
         self._simulated = [module for module in model.modules() if isinstance(module, FakeSefp)]
         self._layers: list[Layer] = [layer for layer in self._simulated if isinstance(layer, Layer)]
-        self._dtype = dtype
+        self.dtype = dtype
         self._results: dict[int, Tensor] = {}
         self._batches: dict[tuple[object, ...], Any] = {}
         self._known: set[tuple[object, ...]] = set()
@@ -53,10 +53,10 @@ class Refresher:
 
     def in_own_type(self) -> Refresher:
         """One that fills the same layers with values of the weights' own type."""
-        if self._dtype is None:
+        if self.dtype is None:
             return self
         other = copy.copy(self)
-        other._dtype = None
+        other.dtype = None
         other._results, other._batches, other._known = {}, {}, set()
         return other
 
@@ -132,7 +132,7 @@ class Refresher:
             weights = [layer.weight.detach() for layer in first]
             for weight in weights:
                 if weight.data_ptr() not in self._results:
-                    self._results[weight.data_ptr()] = torch.empty_like(weight, dtype=self._dtype or weight.dtype)
+                    self._results[weight.data_ptr()] = torch.empty_like(weight, dtype=self.dtype or weight.dtype)
             results = [self._results[weight.data_ptr()] for weight in weights]
             tiers = [
                 (tier, [layer.tiers["weight"][index][1].detach() for layer in first])

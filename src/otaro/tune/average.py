@@ -83,12 +83,6 @@ def _limited(factor: Callable[[int], float], warm_up: int, final: float, update:
     return scheduled if update < warm_up else final + (1 - final) * scheduled
 
 
-def mean_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:
-    """The mean of a parameter; one that never moved is its own."""
-    mean: Tensor = optimizer.state.get(parameter, {}).get(AVERAGE, parameter)
-    return mean
-
-
 def _both(optimizer: Optimizer, entry: str = AVERAGE) -> Iterator[tuple[Tensor, Tensor]]:
     """The mean of each parameter and the parameter, what this process holds of them."""
     for group in optimizer.param_groups:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = state.stateful_callbacks[type(self).__name__]["attributes"]
         self.trainer.selector.load_state_dict(saved["selector"])
         self.trainer.watch.load_state_dict(saved["held_out"])
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and not self.trainer.tuned:
             cut_log(Path(args.output_dir) / LOG_NAME, state.global_step)
 
     def on_step_begin(
@@ -80,7 +80,8 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._take(state.global_step + 1, {self.width: self.trainer.update_loss})
+        self.trainer.selector.count(self.width)
+        self._unread.append((state.global_step + 1, self.width, self.trainer.update_loss))
         self._lines.append({"step": state.global_step + 1, "width": width_name(self.width)})
         if self.read_every == 1:
             self._read()
@@ -95,8 +96,9 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._learning_rate = float(self.trainer.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.trainer.average_weights()
-        self._take(state.global_step, self.trainer.fit_tiers())
+        if self.trainer.average_weights():
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
         delayed = self.trainer.delayed
         held = 0 if delayed is None else delayed.held
         self._lines[-1].update(held=held, learning_rate=self._learning_rate)
@@ -113,11 +115,6 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if control.should_save and not all_finite(self.trainer.model):
             raise diverged("the weights are no longer finite", state.global_step, self.width)
 
-    def _take(self, step: int, losses: Mapping[Any, Tensor]) -> None:
-        for width, loss in losses.items():
-            self.trainer.selector.count(width)
-            self._unread.append((step, width, loss))
-
     def _read(self) -> None:
         """Wait for the losses of the updates since the last time, and for whether one of the processes is to stop."""
         unread, self._unread = self._unread, []
@@ -128,22 +125,15 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             if not math.isfinite(loss):
                 raise diverged(f"the loss became {loss}", step, width)
             self.trainer.selector.record(width, loss)
-            line = by_step[step]
-            if width_name(width) == line["width"]:
-                line["loss"] = self.loss = loss
-            else:
-                line.setdefault("tiers", {})[width_name(width)] = loss
+            by_step[step]["loss"] = self.loss = loss
 
     def _write(self, path: Path, first: bool) -> None:
         lines, self._lines = self._lines, []
         if first:
-            with writing(path, partial(how_to_go_on, path.parent)), path.open("a", encoding="utf-8") as log:
-                for line in lines:
-                    ordered = {name: line[name] for name in LINE if name in line}
-                    log.write(json.dumps(ordered) + "\n")
+            append_to_log(path, [{name: line[name] for name in LINE} for line in lines])
 
 
-LINE = ("step", "width", "loss", "tiers", "held", "learning_rate")
+LINE = ("step", "width", "loss", "held", "learning_rate")
 
 
 class ProgressLine(TrainerCallback):  # type: ignore[misc]
@@ -213,15 +203,20 @@ def cut_log(path: Path, step: int) -> None:
     part.replace(path)
 
 
+def append_to_log(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    with writing(path, partial(how_to_go_on, path.parent)), path.open("a", encoding="utf-8") as log:
+        log.writelines(json.dumps(line) + "\n" for line in lines)
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
     """All lines of a log, each one update."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def losses_by_width(log: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """For each width of a log its losses with the numbers of their updates; a tier's are those of its turns."""
+    """For each width of a log its losses with the numbers of their updates."""
     losses: dict[str, list[tuple[int, float]]] = {}
     for entry in log:
-        for name, loss in {entry["width"]: entry["loss"], **entry.get("tiers", {})}.items():
+        for name, loss in entry.get("tiers", {entry.get("width"): entry.get("loss")}).items():
             losses.setdefault(name, []).append((entry["step"], loss))
     return losses

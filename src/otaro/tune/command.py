@@ -191,11 +191,11 @@ def tune(
     options = {name: value for name, value in options.items() if value is not None}
     constants = find_recipe(recipe)
     if method is None and constants.method == "tiers":
-        reason = no_tiers(lora, scheme or constants.scheme)
-        if reason is not None:
+        chosen = scheme or constants.scheme
+        if chosen != "nested":
             options["method"] = "bps"
             if _is_first():
-                note(f"{reason}, so the method is bps")
+                note(f"the scheme {chosen} has no tiers, so the method is bps")
     args = TuneArguments(
         **settings(recipe, **options, load_best_model_at_end=early_stopping is not None),
         output_dir=str(work),
@@ -248,13 +248,6 @@ def finished_updates(out: Path) -> int | None:
     return updates if isinstance(updates, int) else None
 
 
-def no_tiers(lora: int | None, scheme: str) -> str | None:
-    """Why a run cannot use the method tiers, should a recipe name it; None where it can."""
-    if lora is not None:
-        return "adapters have no tiers"
-    return None if scheme == "nested" else f"the scheme {scheme} has no tiers"
-
-
 def _is_first() -> bool:
     """Of several processes the first one talks."""
     return os.environ.get("RANK", "0") == "0"
@@ -284,7 +277,7 @@ def run(
     from otaro.tune import report
     from otaro.tune.callbacks import LOG_NAME, read_log
     from otaro.tune.data import load_blocks, make_collator, text_blocks
-    from otaro.tune.model import add_adapters, merge_adapters, save_model
+    from otaro.tune.model import add_adapters, has_adapters, merge_adapters, save_model
     from otaro.tune.resume import how_to_go_on, last_complete
     from otaro.tune.tiers import without_tiers
     from otaro.tune.trainer import OtaroTrainer
@@ -341,7 +334,7 @@ def run(
         if trainer.is_fsdp_enabled:
             state = without_tiers(trainer.accelerator.get_state_dict(trainer.model))
         final = trainer.accelerator.unwrap_model(trainer.model)
-        if lora is not None:
+        if has_adapters(final):
             final = trainer.model = merge_adapters(final)
         after = {} if measured is None else report.measure(trainer, measured, widths, sequence_length, progress)
         trainer.accelerator.wait_for_everyone()

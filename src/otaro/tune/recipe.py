@@ -70,11 +70,16 @@ class Recipe:
 
     # The method tiers.
     tiers: str = "E5M4,E5M3"
+    fitting: float = 0.2
+    """The updates that fit tiers after the run, as a share of its own."""
     fitting_updates: int = 24
-    """The last updates that fit tiers, where those that are averaged would be fewer."""
+    """No fewer than these, if the run has so many."""
     fitting_step: float = 0.03
     """The cells that a tier moves by, at most, in the first update that fits, if it has the reference's tokens; from
     there it falls to nothing."""
+    fitting_pull: float = 3.0
+    """How far a tier is drawn back to its weight when it moves by a cell, as a share of the way; so it ends a third of
+    a cell away at most."""
 
     # What is learned, and what is kept.
     completion_only: bool = False

@@ -45,6 +45,12 @@ def last_complete(folder: Path) -> Path | None:
     return None
 
 
+def step_of(checkpoint: Path) -> int:
+    """The updates done in a complete checkpoint, 0 in one that is not."""
+    state = read_state(checkpoint)
+    return 0 if state is None else int(state["global_step"])
+
+
 def how_to_go_on(folder: Path) -> str:
     """What to do about a run that could not write, in words."""
     found = last_complete(folder)

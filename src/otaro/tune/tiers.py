@@ -2,29 +2,27 @@
 
 One set of weights that is tuned at many widths in turn is a compromise: a gradient at E5M3 moves weights that E5M8
 would rather keep, and back. But the format leaves more freedom than that. E5M3 sees only which of its cells a weight
-lies in, E5M8 where in that cell. So while they are tuned, E5M3 and E5M4 have weights of their own, the tiers, and each
-tier is kept within the cell that the narrower one chose: what is computed at every width are prefixes of one and the
-same code, just as deployed.
+lies in, E5M8 where in that cell. So E5M3 and E5M4 are given weights of their own, the tiers, and each tier is kept
+within the cell that the narrower one chose: what is computed at every width are prefixes of one and the same code, just
+as deployed.
 
-What there is to learn from the data is the same at every width, so tiers go where their weights go
-(:func:`following`); only their distance from them is their own, and that is what `otaro.tune.fitting` moves.
+What there is to learn from the data is the same at every width, so it is learned before there are tiers; they are equal
+to their weights at first, and `otaro.tune.fitting` moves them.
 
-When tuning ends, :func:`settle` makes ordinary weights of the tiers: ones whose own codes are the codes of the tiers at
+In the end :func:`settle` makes ordinary weights of the tiers: ones whose own codes are the codes of the tiers at
 every width. They are saved and packed like any others, and nothing of the tiers is left. Scales come from the weights.
 Settled weights might be given others, so theirs are kept beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from otaro import ops, sefp
 from otaro.errors import OtaroError
@@ -36,20 +34,25 @@ TIER_NAMES = tuple(f"_{width}" for width in Precision)
 """How the names of tiers end."""
 
 
+def check_tiers(format: Format, widths: Sequence[Precision]) -> None:
+    """Refuse tiers that a format cannot have."""
+    if WIDEST in widths:
+        raise OtaroError(f"the tier of {WIDEST} is the weight itself: name narrower widths")
+    if format.scheme != "nested":
+        raise OtaroError(f"tiers need the scheme 'nested', whose widths are prefixes, not {format.scheme!r}")
+
+
 def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
     """Give the simulated layers of a model tiers at these widths, equal to their weights at first.
 
     They are parameters beside the weight, ``weight_E5M3``, so that they are trained, saved and restored like it. A
     weight that several layers share has tiers that they share.
     """
-    if WIDEST in widths:
-        raise OtaroError(f"the tier of {WIDEST} is the weight itself: name narrower widths")
     shared: dict[int, list[tuple[Precision, nn.Module, str]]] = {}
     for module in model.modules():
         if not isinstance(module, FakeSefp):
             continue
-        if module.format.scheme != "nested":
-            raise OtaroError(f"tiers need the scheme 'nested', whose widths are prefixes, not {module.format.scheme!r}")
+        check_tiers(module.format, widths)
         places = {}
         for name, weight in list(module.named_parameters(recurse=False)):
             if name not in module.transposed:
@@ -62,37 +65,34 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
             if shared[id(weight)]:
                 places[name] = tuple(shared[id(weight)])
         module.__dict__["tier_places"] = places
-    # Tuning gives them no gradients, which DDP would wait for.
-    names = [name for name, _ in model.named_parameters() if name.endswith(TIER_NAMES)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def tiers_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All tiers of a model by their names."""
+    return {name: parameter for name, parameter in model.named_parameters() if name.endswith(TIER_NAMES)}
+
+
+@torch.no_grad()
+def start_tiers(model: nn.Module) -> None:
+    """Make tiers equal to their weights again."""
+    for module in model.modules():
+        for name, tiers in module.tiers.items() if isinstance(module, FakeSefp) else ():
+            for _, tier in tiers:
+                tier.copy_(cast(Tensor, module._parameters[name]))
 
 
 def leave_out_tiers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Let an optimizer train the weights only: tiers are moved by `otaro.tune.fitting`."""
-    tiers = {id(parameter) for name, parameter in model.named_parameters() if name.endswith(TIER_NAMES)}
+    tiers = {id(tier) for tier in tiers_of(model).values()}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in tiers]
 
 
-@contextmanager
-def following(model: nn.Module, place: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let tiers keep their distance from where a weight lies, which `place` says before and afterwards."""
-    pairs: dict[int, tuple[Any, Tensor]] = {}
-    for module in model.modules():
-        for name, tiers in module.tiers.items() if isinstance(module, FakeSefp) else ():
-            pairs.update({id(tier): (module._parameters[name], tier.detach()) for _, tier in tiers})
-    followers = [tier for _, tier in pairs.values()]
-    with torch.no_grad():
-        torch._foreach_sub_(followers, [place(weight).detach() for weight, _ in pairs.values()])
-        yield
-        torch._foreach_add_(followers, [place(weight).detach() for weight, _ in pairs.values()])
-
-
 @torch.no_grad()
-def average_gradients(model: nn.Module) -> None:
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Average gradients over all processes; one that used a weight in no pass takes part with zeros."""
     waiting = []
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         parameter.grad.div_(distributed.get_world_size())

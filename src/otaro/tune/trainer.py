@@ -47,10 +47,10 @@ from otaro.tune.compilation import Compilation, can_compile
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.data import learn_prompts, lengths, make_collator
 from otaro.tune.delay import Apply, DelayedOptimizer
-from otaro.tune.fitting import fit
+from otaro.tune.finishing import finish
 from otaro.tune.held_out import PASSES, WORSE, Watch, hold_back, mean_loss
 from otaro.tune.model import has_adapters, save_settled
-from otaro.tune.tiers import add_tiers, following, leave_out_tiers, settle_model
+from otaro.tune.tiers import add_tiers, check_tiers, leave_out_tiers
 from otaro.tune.update import Batch, Processes, compute_gradients
 from otaro.tune.writing import writing
 
@@ -111,7 +111,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         """Sequences that are not learned but measured on; None where there are none."""
         self.watch = Watch()
         self._hooked = False
-        self._batches: list[Batch] = []
+        self.batches: list[Batch] = []
         self._progress = progress
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
             convert.simulate(model, args.format, args.floor)
@@ -125,9 +125,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 )
         self.tiers = args.tier_widths if args.method == "tiers" else []
         if self.tiers:
-            if any(not parameter.requires_grad for parameter in model.parameters()):
-                raise OtaroError("tiers need every weight to be trained: choose another method for adapters")
-            add_tiers(model, self.tiers)
+            if not has_adapters(model) and any(not parameter.requires_grad for parameter in model.parameters()):
+                raise OtaroError("tiers need every weight, or adapters, to be trained: choose another method")
+            check_tiers(args.format, self.tiers)
         # Taken now: sharding changes the classes of modules.
         self.signature = model_signature(model)
         self.weights = Refresher(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
@@ -147,7 +147,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             raise OtaroError(DEEPSPEED_REFUSED)
         sizes = lengths(self.train_dataset)
         tokens = sum(sizes) / len(sizes) * update_sequences(args) if sizes else None
-        self._fitting_step = args.constants.fitting_step * args.constants.noise_factor(tokens)
+        self.fitting_step = args.constants.fitting_step * args.constants.noise_factor(tokens)
         if args.learning_rate is None:
             args.learning_rate = self._learning_rate(model, tokens)
         if args.optim == OptimizerNames.ADAMW_TORCH and args.device.type == "cuda":
@@ -166,8 +166,10 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 f"otaro: one of {count} GPUs is used; start the run by {launch} -m otaro tune … to use all",
                 stacklevel=2,
             )
-        if self.tiers and self.is_fsdp_enabled and any(isinstance(layer, FakeSefpConv1D) for layer in self._layers):
-            raise OtaroError("FSDP cuts through the groups of layers stored transposed: take DDP or the method bps")
+        if self.tiers and self.is_fsdp_enabled:
+            if any(isinstance(layer, FakeSefpConv1D) for layer in self._layers):
+                raise OtaroError("FSDP cuts through the groups of layers stored transposed: take DDP or the method bps")
+            add_tiers(model, self.tiers)  # now, so that they are sharded as their weights are
         self.update_callback = UpdateCallback(self)
         self.add_callback(self.update_callback)
         if progress is not None:
@@ -203,9 +205,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             if self.args.average:
                 watched = () if self.held_out is None else (average.RUNNING, average.BEST)
                 average.reserve(optimizer, (average.AVERAGE, *watched))
-            if self.tiers:
-                leave_out_tiers(optimizer, self.model if model is None else model)
-                self._follow_steps(optimizer)
+            leave_out_tiers(optimizer, self.model if model is None else model)
         if self.args.method == "otaro":
             if created:
                 apply = cast(Apply, self.args.delay_apply)
@@ -218,22 +218,6 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             if isinstance(optimizer, DelayedOptimizer):
                 self.delayed = optimizer
         return optimizer
-
-    def _follow_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Until there is a mean, tiers go where the optimizer moves their weights."""
-        under_way: list[Any] = []
-
-        def before(*_: Any) -> None:
-            if not self.averaged:
-                under_way.append(following(self.model, lambda weight: weight))
-                under_way[0].__enter__()
-
-        def after(*_: Any) -> None:
-            while under_way:
-                under_way.pop().__exit__(None, None, None)
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         created = self.lr_scheduler is None
@@ -248,63 +232,38 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if not self.args.completion_only:
             epoch_iterator = map(learn_prompts, epoch_iterator)
         batches, items = super().get_batch_samples(epoch_iterator, *args, **options)
-        self._batches = batches
+        self.batches = batches
         return batches, items
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """Compute the update when the Trainer has come to its last micro-batch; returns its loss."""
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        self._batches = [self._prepare_inputs(batch) for batch in self._batches]
+        self.batches = [self._prepare_inputs(batch) for batch in self.batches]
         if not model.training:
             model.train()
         train = getattr(self.optimizer, "train", None)
         if callable(train):
             train()  # those without a schedule have another state for evaluation
         width = self.update_callback.width
-        with self._compiled(width is None):
+        with self.compiled(width is None):
             self.update_loss = compute_gradients(
                 model,
-                self._batches,
+                self.batches,
                 width,
                 self.weights,
                 loss=partial(self._loss, count=num_items_in_batch),
                 backward=self.accelerator.backward,
                 context=self.compute_loss_context_manager,
-                processes=self._processes(),
+                processes=self.processes(),
             )
         return self.update_loss
 
-    def fit_tiers(self) -> dict[Precision, Tensor]:
-        """After an update, fit the widths to the mean of the weights, if it is time; their losses."""
-        done, updates = self.state.global_step, self.state.max_steps
-        window = round((self.args.average or self.args.constants.average) * updates)
-        window = max(window, min(updates, self.args.constants.fitting_updates))
-        step = self._fitting_step
-        if self.watch.ended:
-            # Where there is less time than usual, steps are longer: a tier can go as far.
-            step *= max(1.0, window / (updates - self.watch.ended))
-            window = updates - self.watch.ended
-        if not self.tiers or updates - done >= window:
-            return {}
-        assert self.optimizer is not None
-        with average.in_place(self.optimizer) if self.averaged else nullcontext(), self._compiled("fitting"):
-            return fit(
-                self.model_wrapped,
-                self._batches,
-                self.weights,
-                self.tiers,
-                step * (updates - done + 1) / window,
-                context=self.compute_loss_context_manager,
-                processes=self._processes(),
-                kernel=self.compilation.kernel,
-            )
-
-    def _compiled(self, kind: object) -> AbstractContextManager[Any]:
+    def compiled(self, kind: object) -> AbstractContextManager[Any]:
         """What passes over the update's batches run in, by their kind."""
-        sizes = {tuple(batch["labels"].shape) for batch in self._batches}
+        sizes = {tuple(batch["labels"].shape) for batch in self.batches}
         if self.compilation.is_new((kind, *sorted(sizes))):
-            self._report("compiling … (the first updates take longer)")
+            self.report("compiling … (the first updates take longer)")
         full = all(rows == self._train_batch_size for rows, *_ in sizes)
         return nullcontext() if full else self.compilation.left_out()
 
@@ -315,7 +274,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             loss = loss / self.current_gradient_accumulation_steps  # a mean over the micro-batch
         return loss
 
-    def _processes(self) -> Processes:
+    def processes(self) -> Processes:
         accelerator = self.accelerator
         return Processes(
             accelerator.num_processes,
@@ -324,9 +283,14 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
         )
 
-    def _report(self, description: str) -> None:
+    def report(self, description: str, done: int | None = None, total: int | None = None) -> None:
+        """Tell whoever watches what goes on, by default after how many of the run's updates."""
         if self._progress is not None:
-            self._progress(description, self.state.global_step, self.state.max_steps)
+            self._progress(
+                description,
+                self.state.global_step if done is None else done,
+                self.state.max_steps if total is None else total,
+            )
 
     def mean_over_processes(self, losses: Sequence[Tensor]) -> list[float]:
         """What losses are over all processes, which is waited for; also sets `interrupted`."""
@@ -336,26 +300,22 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self.interrupted = stop > 0
         return values
 
-    def average_weights(self) -> None:
-        """Take the weights in after an update, if it is one of those to be averaged."""
-        if self.watch.ended:
-            return
+    def average_weights(self) -> bool:
+        """Take the weights in after an update, if it is one of those to be averaged; whether there is no more to
+        learn."""
+        optimizer = self.optimizer
+        assert optimizer is not None
         most = self.args.constants.averaged_updates
         number = average.average_index(self.state.global_step, self.state.max_steps, self.args.average, most)
         if number:
-            optimizer = self.optimizer
-            assert optimizer is not None
-            # The first mean is the weights, which tiers follow until then.
-            follows = self.tiers and number > 1
-            with following(self.model, partial(average.mean_of, optimizer)) if follows else nullcontext():
-                average.add_weights(optimizer, number)
+            average.add_weights(optimizer, number)
         if self.held_out is not None:
-            self._measure_held_out()
+            self._measure_held_out(optimizer)
+        return self.watch.ended > 0
 
-    def _measure_held_out(self) -> None:
+    def _measure_held_out(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the weights into the mean that goes with the run; if it is time, see whether it still gets better."""
-        done, updates, optimizer = self.state.global_step, self.state.max_steps, self.optimizer
-        assert optimizer is not None
+        done, updates = self.state.global_step, self.state.max_steps
         average.add_weights(optimizer, average.running_weight(done, self.args.average), average.RUNNING)
         if (updates - done) % max(1, round(updates / self.args.constants.measurements)):
             return
@@ -365,11 +325,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             )
         if self.watch.take(done, float(self.accelerator.reduce(loss, "mean"))):
             average.copy_mean(optimizer, average.RUNNING, average.BEST)
-        elif self.watch.worse >= WORSE and updates - done >= self.args.constants.fitting_updates:
-            if not self.averaged:
-                average.add_weights(optimizer, 1)  # tiers are where the weights are
-            with following(self.model, partial(average.mean_of, optimizer)):
-                average.copy_mean(optimizer, average.BEST, average.AVERAGE)
+        elif self.watch.worse >= WORSE:
+            average.copy_mean(optimizer, average.BEST, average.AVERAGE)
             self.watch.ended = done
 
     def _held_out_batches(self) -> Iterator[Batch]:
@@ -385,8 +342,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         Ctrl-C ends the update under way, writes a checkpoint and returns with :attr:`interrupted` set; a second one
         stops at once.
         """
-        checkpoint = self._checkpoint(resume_from_checkpoint)
+        checkpoint, start = self._checkpoint(resume_from_checkpoint), 0
         if checkpoint is not None:
+            start = resume.step_of(checkpoint)
             resume.check_settings(checkpoint, settings(self))
             self.accelerator.wait_for_everyone()
             if self.is_world_process_zero():
@@ -395,16 +353,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         try:
             with self._stop_on_interrupt():
                 result = super().train(None if checkpoint is None else str(checkpoint), **options)
-            if self.averaged and not self.interrupted:
-                assert self.optimizer is not None
-                average.use_average(self.optimizer)
-            if self.tiers and not self.interrupted:
-                self.weights.set_width(None)
-                self.unsettled = settle_model(self.model)
-                if self.is_fsdp_enabled:
-                    counts = torch.tensor([self.unsettled], device=self.args.device)
-                    self.unsettled = int(self.accelerator.reduce(counts, "sum"))
-                self.tiers = []
+                if self.averaged and not self.interrupted:
+                    assert self.optimizer is not None
+                    average.use_average(self.optimizer)
+                if self.tiers and not self.interrupted:
+                    finish(self, fresh=start < self.state.global_step)
             return result
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -417,6 +370,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             ) from error
         finally:
             self.weights.set_width(None)
+
+    @property
+    def tuned(self) -> bool:
+        """Whether all updates are done but those that fit tiers."""
+        return self.watch.ended > 0 or self.state.global_step >= self.state.max_steps
 
     @property
     def averaged(self) -> int:
@@ -459,7 +417,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         # Resumed from its last checkpoint, a run that is done would make one more update before it noticed.
-        if self.state.global_step >= self.state.max_steps:
+        if self.tuned:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **options)

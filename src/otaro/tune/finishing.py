@@ -1,0 +1,161 @@
+"""What follows the last update of a run with tiers: they are fitted, and settled into ordinary weights.
+
+Adapters are merged first. Fitting has no state but the tiers themselves, so a run that is stopped meanwhile goes on
+from its last checkpoint and a file of them beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from otaro.partial import write_atomically
+from otaro.precision import Precision
+from otaro.refresh import Refresher
+from otaro.tune import resume
+from otaro.tune.callbacks import LOG_NAME, append_to_log, cut_log, diverged
+from otaro.tune.fitting import fit
+from otaro.tune.model import has_adapters, merge_adapters
+from otaro.tune.tiers import add_tiers, settle_model, start_tiers, tiers_of
+from otaro.tune.update import Batch
+from otaro.tune.writing import writing
+
+if TYPE_CHECKING:
+    from otaro.tune.trainer import OtaroTrainer
+
+FILE_NAME = "tiers.safetensors"
+DONE = "done"
+"""How many updates the tiers in the file have had."""
+
+
+def fitting_updates(updates: int, share: float, fewest: int) -> int:
+    """How many updates fit after a run of so many: a share of them, but no fewer than `fewest` if it has those."""
+    return max(round(share * updates), min(updates, fewest))
+
+
+def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
+    """Fit and settle the tiers of a trainer whose model is tuned.
+
+    Unless the run is `fresh`, it goes on where it was stopped; if it is asked to stop again, it is `interrupted`.
+    """
+    if trainer.optimizer is not None:
+        trainer.optimizer.state.clear()  # moments and means are as large as the tiers
+        trainer.optimizer.zero_grad()
+    if has_adapters(trainer.model):
+        trainer.model = trainer.model_wrapped = merge_adapters(trainer.model)
+    if trainer.is_fsdp_enabled:
+        start_tiers(trainer.model)
+    else:
+        add_tiers(trainer.model, trainer.tiers)
+    trainer.weights = Refresher(trainer.model, trainer.weights.dtype)
+    with torch.random.fork_rng():  # seeded anew for every update, which is nobody else's business
+        fit_tiers(trainer, fresh=fresh)
+    trainer.weights.set_width(None)
+    if trainer.interrupted:
+        return
+    trainer.unsettled = settle_model(trainer.model)
+    if trainer.is_fsdp_enabled:
+        counts = torch.tensor([trainer.unsettled], device=trainer.args.device)
+        trainer.unsettled = int(trainer.accelerator.reduce(counts, "sum"))
+    trainer.tiers = []
+
+
+def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
+    args, constants, step = trainer.args, trainer.args.constants, trainer.state.global_step
+    # Of sharded tiers no file is written: a run that is stopped here fits them anew.
+    keeps = args.save_strategy != "no" and not trainer.is_fsdp_enabled
+    first = trainer.is_world_process_zero()
+    path, log = Path(args.output_dir) / FILE_NAME, Path(args.output_dir) / LOG_NAME
+    updates = fitting_updates(trainer.state.max_steps, constants.fitting, constants.fitting_updates)
+    done = 0 if fresh or not keeps else read_tiers(path, trainer.model)
+    if first:
+        cut_log(log, step + done)
+    for width in trainer.tiers:
+        trainer.selector.counts[width] = done
+    trainer.model.train()
+    batches = every_batch(trainer)
+    unread: dict[int, dict[Precision, Tensor]] = {}
+    for number in range(1, updates + 1):
+        trainer.batches = next(batches)
+        if number <= done:
+            continue
+        torch.manual_seed(args.seed + number)  # the same dropout, wherever a run goes on
+        with trainer.compiled("fitting"):
+            unread[number] = fit(
+                trainer.model,
+                trainer.batches,
+                trainer.weights,
+                trainer.tiers,
+                trainer.fitting_step * (updates - number + 1) / updates,
+                pull=constants.fitting_pull,
+                context=trainer.accelerator.autocast,
+                processes=trainer.processes(),
+                kernel=trainer.compilation.kernel,
+            )
+        asked = trainer.asked_to_stop and args.world_size == 1
+        saves = keeps and number % args.save_steps == 0
+        if asked or saves or number == updates or len(unread) >= trainer.update_callback.read_every:
+            read_losses(trainer, unread, log if first else None)
+            unread = {}
+        losses = " ".join(f"M{width.mantissa} {loss:.3f}" for width, loss in trainer.selector.losses.items())
+        trainer.report(f"fitting to {len(trainer.tiers)} widths, step {number}, loss {losses}", number, updates)
+        if first and keeps and (saves or trainer.interrupted):
+            write_tiers(path, trainer.model, number)
+        if trainer.interrupted:
+            return
+
+
+def read_losses(trainer: OtaroTrainer, unread: dict[int, dict[Precision, Tensor]], log: Path | None) -> None:
+    """Wait for the losses of updates, by their numbers, and write them down."""
+    values = iter(trainer.mean_over_processes([loss for losses in unread.values() for loss in losses.values()]))
+    lines = []
+    for number, losses in unread.items():
+        known = {width: next(values) for width in losses}
+        for width, loss in known.items():
+            if not math.isfinite(loss):
+                raise diverged(f"the loss became {loss}", trainer.state.global_step + number, width)
+            trainer.selector.count(width)
+            trainer.selector.record(width, loss)
+        lines.append({"step": trainer.state.global_step + number, "tiers": {str(k): loss for k, loss in known.items()}})
+    if log is not None:
+        append_to_log(log, lines)
+
+
+def every_batch(trainer: OtaroTrainer) -> Iterator[list[Batch]]:
+    """The micro-batches of updates, from all of the data, again and again, each time in another order."""
+    args = trainer.args
+    torch.manual_seed(args.seed)  # what the order of the data is drawn by
+    loader = trainer.get_train_dataloader()
+    for epoch in count(math.ceil(trainer.state.epoch or 0)):
+        torch.manual_seed(args.seed + epoch)
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        batches = iter(loader)
+        while found := trainer.get_batch_samples(batches, args.gradient_accumulation_steps, args.device)[0]:
+            yield [trainer._prepare_inputs(batch) for batch in found]
+
+
+def write_tiers(path: Path, model: nn.Module, done: int) -> None:
+    tiers = {name: tier.detach().cpu().contiguous() for name, tier in tiers_of(model).items()}
+    with writing(path, partial(resume.how_to_go_on, path.parent)):
+        write_atomically(path, lambda part: save_file(tiers, part, {DONE: str(done)}))
+
+
+@torch.no_grad()
+def read_tiers(path: Path, model: nn.Module) -> int:
+    """Put tiers back; how many updates they have had, 0 where none were written."""
+    if not path.is_file():
+        return 0
+    with safe_open(path, framework="pt") as file:
+        for name, tier in tiers_of(model).items():
+            tier.copy_(file.get_tensor(name))
+        return int(file.metadata()[DONE])
