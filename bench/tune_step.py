@@ -5,9 +5,10 @@
     python bench/tune_step.py --shape llama-1b --method tiers,bps --batch 4
 
 Each round runs the trainer with the recipe `default` once for `fp16` and once for each method; medians over the rounds,
-the first of which compiles and is left out where there are more. On a GPU passes are in bf16 and the kernel is checked
-against the torch codec first. Weights are random, in the shape of SmolLM2-135M or Llama-3.2-1B: what an update costs
-does not depend on them. `--no-compile` measures without compiling.
+the first of which compiles and is left out where there are more. `tiers` fits after it has tuned: what that costs is
+spread over the updates (`fitting_seconds` is one that fits, `update_seconds` one that tunes and its share of those). On
+a GPU passes are in bf16 and the kernel is checked against the torch codec first. Weights are random, in the shape of
+SmolLM2-135M or Llama-3.2-1B: what an update costs does not depend on them. `--no-compile` measures without compiling.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.config import TuneArguments
 from otaro.tune.data import Blocks, Collator
-from otaro.tune.recipe import settings
+from otaro.tune.recipe import Recipe, settings
 from otaro.tune.trainer import OtaroTrainer
 
 
@@ -110,6 +111,26 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self.started = now
 
 
+class FittingClock:
+    """Seconds of an update that fits, from what progress is told."""
+
+    def __init__(self, first: int, on_gpu: bool) -> None:
+        self.first = first
+        self.on_gpu = on_gpu
+        self.started = 0.0
+        self.seconds = 0.0
+        self.updates = 0
+
+    def __call__(self, description: str, done: int, total: int) -> None:
+        if not description.startswith("fitting") or done not in (self.first, total):
+            return
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds, self.updates = (now - self.started) / (total - self.first), total
+        self.started = now
+
+
 def measure_run(arguments: argparse.Namespace, method: str) -> dict[str, float]:
     """Seconds of an update, and on a GPU the most memory that was taken."""
     on_gpu = not arguments.cpu
@@ -120,7 +141,7 @@ def measure_run(arguments: argparse.Namespace, method: str) -> dict[str, float]:
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    clock = Clock(arguments.first, on_gpu)
+    clock, fitting = Clock(arguments.first, on_gpu), FittingClock(arguments.first, on_gpu)
     with tempfile.TemporaryDirectory(prefix="otaro-bench-") as folder:
         args = TuneArguments(
             output_dir=folder,
@@ -136,9 +157,12 @@ def measure_run(arguments: argparse.Namespace, method: str) -> dict[str, float]:
             disable_tqdm=True,
         )
         options: dict[str, Any] = {"train_dataset": Blocks(ids, ids), "data_collator": Collator(0)}
-        OtaroTrainer(model, args, callbacks=[clock], progress=lambda *_: None, **options).train()
+        OtaroTrainer(model, args, callbacks=[clock], progress=fitting, **options).train()
     memory = {"peak_bytes": torch.cuda.max_memory_allocated()} if on_gpu else {}
-    return {"update_seconds": clock.seconds, **memory}
+    if not fitting.updates:
+        return {"update_seconds": clock.seconds, **memory}
+    spread = Recipe().fitting * fitting.seconds
+    return {"update_seconds": clock.seconds + spread, "fitting_seconds": fitting.seconds, **memory}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -156,7 +180,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             result[f"{method}_{name}"] = statistics.median(run[name] for run in runs)
             if method != "fp16":
                 pairs = zip(counted["fp16"], runs, strict=True)
-                result[f"{method}_{name}_ratio"] = statistics.median(other[name] / one[name] for one, other in pairs)
+                if name in counted["fp16"][0]:
+                    ratio = statistics.median(other[name] / one[name] for one, other in pairs)
+                    result[f"{method}_{name}_ratio"] = ratio
     return result
 
 

@@ -83,7 +83,7 @@ def run_settings(name: str) -> dict[str, Any]:
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """How long updates took. A GPU is waited for twice only, not after every update."""
+    """How long updates that tune took. A GPU is waited for twice only, not after every update."""
 
     def __init__(self, updates: int) -> None:
         self.first = min(WARM_UP, updates - 1)

@@ -25,7 +25,7 @@ from otaro.tune import resume
 from otaro.tune.callbacks import LOG_NAME, append_to_log, cut_log, diverged
 from otaro.tune.fitting import fit
 from otaro.tune.model import has_adapters, merge_adapters
-from otaro.tune.tiers import add_tiers, settle_model, start_tiers, tiers_of
+from otaro.tune.tiers import add_tiers, hold_scales, settle_model, start_tiers, tiers_of
 from otaro.tune.update import Batch
 from otaro.tune.writing import writing
 
@@ -56,6 +56,7 @@ def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
         start_tiers(trainer.model)
     else:
         add_tiers(trainer.model, trainer.tiers)
+    hold_scales(trainer.model)
     trainer.weights = Refresher(trainer.model, trainer.weights.dtype)
     with torch.random.fork_rng():  # seeded anew for every update, which is nobody else's business
         fit_tiers(trainer, fresh=fresh)

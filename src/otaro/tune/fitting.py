@@ -89,7 +89,7 @@ def move(model: nn.Module, widths: Sequence[Precision], step: float, pull: float
             weight: Any = module._parameters[name]
             turned = module.transposed[name]
             rows = local_rows(weight, turned)
-            scale = None
+            scale = module.scales.get(name)
             for width in sorted({max(width, module.floor) for width in widths}):
                 tier = ops.deciding(weight, width, tiers)
                 if tier is weight or id(tier) in seen or tier.grad is None:

@@ -81,6 +81,23 @@ def start_tiers(model: nn.Module) -> None:
                 tier.copy_(cast(Tensor, module._parameters[name]))
 
 
+@torch.no_grad()
+def hold_scales(model: nn.Module) -> None:
+    """Find the scales of all weights that have tiers, once: weights stay as they are from now on."""
+    found: dict[int, Tensor] = {}
+    for module in (module for module in model.modules() if isinstance(module, FakeSefp)):
+        known = {}
+        for name in module.tiers:
+            weight: Any = module._parameters[name]
+            if isinstance(weight, DTensor):
+                continue  # whole for a pass only: found then
+            if id(weight) not in found:
+                found[id(weight)] = ops.scales(local_rows(weight, module.transposed[name]), module.format)
+            known[name] = found[id(weight)]
+        if known:
+            module.__dict__.update(scales=known, settled=True)
+
+
 def leave_out_tiers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Let an optimizer train the weights only: tiers are moved by `otaro.tune.fitting`."""
     tiers = {id(tier) for tier in tiers_of(model).values()}
@@ -121,7 +138,7 @@ def settle_model(model: nn.Module) -> int:
                 turned = layer.transposed[name]
                 rows = local_rows(weight, turned)
                 listed = [(width, local_rows(tier, turned)) for width, tier in tiers]
-                result, scale, moved = settle(rows.contiguous(), layer.format, listed)
+                result, scale, moved = settle(rows.contiguous(), layer.format, listed, layer.scales.get(name))
                 rows.copy_(result)
                 scales[id(weight)] = all_rows(scale, weight)
                 lost += moved
@@ -167,10 +184,10 @@ def without_tiers(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if not name.endswith(TIER_NAMES)}
 
 
-def settle(weight: Tensor, format: Format, tiers: Tiers) -> tuple[Tensor, Tensor, int]:
+def settle(weight: Tensor, format: Format, tiers: Tiers, scale: Tensor | None = None) -> tuple[Tensor, Tensor, int]:
     """Weights with the codes of the tiers at every width, their scales, and the number of groups that lost a bit."""
     backend, _ = ops.codec(weight.device)
-    scale = backend.scales(weight, format)
+    scale = backend.scales(weight, format) if scale is None else scale
     wanted, alone = (backend.quantize(weight, WIDEST, format, within, scale) for within in (tiers, ()))
     # A weight beyond the range has the outermost code without lying in its cell.
     step = sefp.step(scale, WIDEST).abs()[..., None]
