@@ -2,8 +2,8 @@
 
 The last sequences are not learned. A mean of the weights that goes with the run is measured on them time and again, in
 full precision, and its best value is kept. Once it has got worse twice in a row, that value is the result: what the
-weights go on to learn is the text and not the language, and the rest of the run fits the tiers to it. Where it never
-gets worse, the run is what it would have been without those sequences.
+weights would go on to learn is the text and not the language. Where it never gets worse, the run is what it would have
+been without those sequences.
 
 Data that are seen once cannot be learned by heart; of them nothing is held back.
 """
