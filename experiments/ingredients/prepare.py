@@ -2,8 +2,8 @@
 
     python -m experiments.ingredients.prepare --data DIR --tokenizer tok512.model --wikitext wiki.train.tokens
 
-DIR is the folder that `experiments.stories.prepare` wrote. Into it come `near`, a text that the tiny Llama wrote itself,
-and `wiki`, a Llama of a million parameters trained from scratch on the beginning of WikiText-2 (minutes on a CPU).
+DIR is the folder that `experiments.stories.prepare` wrote. Into it come `near`, a text that the tiny Llama wrote, and
+`wiki`, a Llama of a million parameters trained from scratch on the beginning of WikiText-2 (minutes on a CPU).
 """
 
 from __future__ import annotations

@@ -77,9 +77,9 @@ class Recipe:
     fitting_step: float = 0.03
     """The cells that a tier moves by, at most, in the first update that fits, if it has the reference's tokens; from
     there it falls to nothing."""
-    fitting_pull: float = 3.0
-    """How far a tier is drawn back to its weight when it moves by a cell, as a share of the way; so it ends a third of
-    a cell away at most."""
+    fitting_pull: float = 2.0
+    """How far a tier is drawn back to its weight when it moves by a cell, as a share of the way; so it ends half a cell
+    away at most."""
 
     # What is learned, and what is kept.
     completion_only: bool = False
