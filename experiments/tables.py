@@ -104,6 +104,25 @@ def formats(file: str, table: str, rows: Mapping[str, tuple[str, ...]], head: It
     return markdown([*head, *WIDTHS], [(label[0], [*label[1:], *cells[name]]) for name, label in rows.items()])
 
 
+def ingredients() -> str:
+    """Percent above averaged `fp16` at E5M8 and E5M5, above the better of it and a run for the width at E5M4 and E5M3;
+    means over the seeds and, where they are several, the standard errors of these means."""
+    rows: Rows = []
+    for setting in ("far", "near", "wiki"):
+        runs = read_runs(ROOT / "ingredients" / "runs" / setting)
+        for name, label in INGREDIENTS.items():
+            cells = []
+            for width in ("E5M8", "E5M5", "E5M4", "E5M3"):
+                baselines = [runs[of] for of in ("fp16+averaged", f"fixed-{width}+averaged") if of in runs]
+                best = min(baselines, key=lambda of: statistics.mean(run["perplexity"][width] for run in of))
+                known = {run["seed"]: run["perplexity"][width] for run in best}
+                apart = [100 * (run["perplexity"][width] / known[run["seed"]] - 1) for run in runs[name]]
+                error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}" if len(apart) > 1 else ""
+                cells.append(f"{statistics.mean(apart):+.2f}{error}")
+            rows.append((setting, [label, *cells]))
+    return markdown(["setting", "run", "E5M8", "E5M5", "E5M4", "E5M3"], rows)
+
+
 def error_widths() -> str:
     """The change in percent when E5M4 decides and not E5M5; runs made for one width at that width only."""
     rows: Rows = []
@@ -159,6 +178,11 @@ AVERAGED = {
     "`fixed`, averaged, a run for each width": "fixed+averaged",
     "**`tiers`**": "tiers",
 }
+INGREDIENTS = {
+    "tiers": "**`tiers`**",
+    "tiers+fitting_pull=0.0": "not drawn back",
+    "tiers+last-weights": "without averaging",
+}
 REPEATED = {label: name for label, name in AVERAGED.items() if name != "fixed"}
 SCHEMES = ("truncate", "truncated codes, half-step decode", "nearest, each width from the original")
 SCALES = {
@@ -178,6 +202,7 @@ EMBEDDINGS = {
 TABLES: dict[str, Callable[[], str]] = {
     "wikitext": lambda: perplexities("wikitext", METHODS),
     "stories": lambda: perplexities("stories", {"untuned": "untuned", "`fp16`": "fp16", **AVERAGED, **SEARCHED}),
+    "ingredients": ingredients,
     "epochs-four": lambda: perplexities("epochs", REPEATED, part="four"),
     "epochs-ten": lambda: perplexities(
         "epochs", {**REPEATED, "`tiers`, everything learned": "tiers+held_back=0"}, part="ten"

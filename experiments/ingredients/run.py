@@ -1,6 +1,6 @@
-"""What each part of the recipe is good for, in four settings that run on a CPU.
+"""What each part of the recipe is good for, in settings that run on a CPU.
 
-    python -m experiments.ingredients.run --data DIR --settings far,near,wiki,epochs
+    python -m experiments.ingredients.run --data DIR --settings far,near,wiki
 
 `experiments.stories.prepare` and then `experiments.ingredients.prepare` make DIR.
 """
@@ -14,13 +14,12 @@ from experiments import tuning
 
 RUNS = (
     *(f"{name}+averaged" for name in ("fp16", "fixed-E5M4", "fixed-E5M3")),
-    *("tiers", "tiers+fitting_pull=0.0", "tiers+fitting=0.4", "tiers+last-weights"),
+    *("tiers", "tiers+fitting_pull=0.0", "tiers+last-weights"),
 )
-SETTINGS: dict[str, dict[str, object]] = {
+SETTINGS = {
     "far": {"model": "model", "text": "."},
     "near": {"model": "model", "text": "near"},
     "wiki": {"model": "wiki", "text": "."},
-    "epochs": {"model": "model", "text": ".", "tokens": 80_000, "steps": 312, "batch": 8},
 }
 
 if __name__ == "__main__":
@@ -31,10 +30,9 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", default="0,1,2", help="with commas between")
     given = parser.parse_args()
     for name in given.settings.split(","):
-        setting = {"steps": 200, "batch": 16, **SETTINGS[name]}
-        text = given.data / str(setting.pop("text"))
+        model, text = SETTINGS[name]["model"], given.data / SETTINGS[name]["text"]
         options = {
-            "model": given.data / str(setting.pop("model")),
+            "model": given.data / model,
             "train": text / "train.npy",
             "test": text / "test.npy",
             "out": Path(__file__).parent / "runs" / name,
@@ -42,6 +40,6 @@ if __name__ == "__main__":
             "seeds": given.seeds,
         }
         one = argparse.ArgumentParser()
-        tuning.add_arguments(one, RUNS, length=128, window=512, **setting)
+        tuning.add_arguments(one, RUNS, steps=200, length=128, window=512)
         chosen = one.parse_args([str(part) for option in options.items() for part in (f"--{option[0]}", option[1])])
         tuning.run_all(chosen, Path(__file__).parent)

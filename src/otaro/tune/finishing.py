@@ -132,11 +132,11 @@ def read_losses(trainer: OtaroTrainer, unread: dict[int, dict[Precision, Tensor]
 
 
 def every_batch(trainer: OtaroTrainer) -> Iterator[list[Batch]]:
-    """The micro-batches of updates, from all of the data, again and again, each time in another order."""
+    """The micro-batches of the run's updates once more, from the first on; what teaches has learned them."""
     args = trainer.args
     torch.manual_seed(args.seed)  # what the order of the data is drawn by
     loader = trainer.get_train_dataloader()
-    for epoch in count(math.ceil(trainer.state.epoch or 0)):
+    for epoch in count():
         torch.manual_seed(args.seed + epoch)
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
