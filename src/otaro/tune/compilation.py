@@ -1,7 +1,7 @@
 """Compiling what pays on a GPU: decoder layers one by one, which share one compiled graph, and the losses.
 
 A small model's many small launches cost more than their work; compiled, they are few. What is compiled is compiled for
-a shape, in the first updates of a run and where a narrow pass begins to leave sequences out. A micro-batch of another
+a shape, in the first updates of a run and in the first of those that fit tiers. A micro-batch of another
 size, such as the last of an epoch, is computed as it stands: compiling for it would cost more than it saves.
 """
 
@@ -19,7 +19,7 @@ from otaro.nn import FakeSefpExperts
 from otaro.tune.distillation import Kernel, loss_and_gradient
 
 GRAPHS = 64
-"""Kinds of passes a layer may be compiled for: torch gives up after 8, but with, without and between tiers are many."""
+"""Kinds of passes a layer may be compiled for: torch gives up after 8, but with and without tiers are more."""
 
 
 def can_compile(model: nn.Module) -> bool:
