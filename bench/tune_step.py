@@ -122,12 +122,13 @@ class FittingClock:
         self.updates = 0
 
     def __call__(self, description: str, done: int, total: int) -> None:
-        if not description.startswith("fitting") or done not in (self.first, total):
+        first = min(self.first, total - 1)
+        if not description.startswith("fitting") or done not in (first, total):
             return
         if self.on_gpu:
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self.seconds, self.updates = (now - self.started) / (total - self.first), total
+        self.seconds, self.updates = (now - self.started) / (total - first), total
         self.started = now
 
 

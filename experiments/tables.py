@@ -111,12 +111,15 @@ def ingredients() -> str:
     for setting in ("far", "near", "wiki"):
         runs = read_runs(ROOT / "ingredients" / "runs" / setting)
         for name, label in INGREDIENTS.items():
+            if name not in runs:
+                continue
             cells = []
             for width in ("E5M8", "E5M5", "E5M4", "E5M3"):
                 baselines = [runs[of] for of in ("fp16+averaged", f"fixed-{width}+averaged") if of in runs]
                 best = min(baselines, key=lambda of: statistics.mean(run["perplexity"][width] for run in of))
                 known = {run["seed"]: run["perplexity"][width] for run in best}
-                apart = [100 * (run["perplexity"][width] / known[run["seed"]] - 1) for run in runs[name]]
+                made = [run for run in runs[name] if run["seed"] in known]
+                apart = [100 * (run["perplexity"][width] / known[run["seed"]] - 1) for run in made]
                 error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}" if len(apart) > 1 else ""
                 cells.append(f"{statistics.mean(apart):+.2f}{error}")
             rows.append((setting, [label, *cells]))

@@ -110,13 +110,66 @@ def test_a_run_that_was_done_is_not_gone_on_with(tmp_path: Path) -> None:
     check_same(resumed(tmp_path, options), expected)
 
 
-def test_tiers_of_another_run_are_not_taken(tmp_path: Path) -> None:
-    """Those that were fitted before an earlier checkpoint was gone on from."""
+@pytest.mark.parametrize("checkpoint", [10, 12])
+def test_tiers_that_cannot_be_used(checkpoint: int, tmp_path: Path) -> None:
+    """They are fitted anew."""
     options = {**SAVING, **ADAM, **TIERS, "max_steps": 12}
     expected = whole(tmp_path, options)
-    shutil.rmtree(tmp_path / "checkpoint-12")
+    if checkpoint != 12:
+        shutil.rmtree(tmp_path / "checkpoint-12")
     (tmp_path / "tiers.safetensors").write_bytes(b"of another run")
     check_same(resumed(tmp_path, options), expected)
+
+
+def test_tiers_of_another_run_are_deleted(tmp_path: Path) -> None:
+    """Before one could be gone on from that has not written any."""
+    options = {**ADAM, **TIERS, "max_steps": 12}
+    whole(tmp_path, {**options, **SAVING, "max_steps": 12})
+    assert (tmp_path / "tiers.safetensors").exists()
+    run = trainer(tmp_path, **options)
+    run.train()
+    assert not (tmp_path / "tiers.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_early_stopping_and_a_stop_while_tiers_are_fitted(tmp_path: Path) -> None:
+    """What was ended is not gone on with."""
+    from architectures import random_model
+    from transformers import EarlyStoppingCallback
+    from tuning import Blocks, arguments
+
+    from otaro.tune.trainer import OtaroTrainer
+
+    options = {**ADAM, **TIERS, "average": 0.0, "learning_rate": 3e-2, "max_steps": 60, "save_steps": 2}
+    options |= {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+
+    def make(name: str) -> Any:
+        args = arguments(tmp_path / name, **options, metric_for_best_model="eval_loss", greater_is_better=False)
+        data = {"train_dataset": Blocks(), "eval_dataset": Blocks(6, 12)}
+        return OtaroTrainer(random_model("llama"), args, **data, callbacks=[EarlyStoppingCallback(2)])
+
+    expected = make("whole")
+    expected.train()
+    assert expected.state.global_step < 60
+    stopped = make("stopped")
+    report = stopped.report
+    stopped.report = lambda text, *rest: (
+        setattr(stopped, "asked_to_stop", text.startswith("fitting, step 9,")),
+        report(text, *rest),
+    )
+    stopped.train()
+    assert stopped.interrupted
+    gone_on = make("stopped")
+    gone_on.train(resume_from_checkpoint=True)
+    assert gone_on.state.global_step == expected.state.global_step
+    for name, value in expected.model.state_dict().items():
+        assert torch.equal(gone_on.model.state_dict()[name], value), name
+    assert stopped.model.state_dict().keys() == expected.model.state_dict().keys()
+    # The one that was stopped can go on as well.
+    stopped.report = report
+    stopped.train(resume_from_checkpoint=True)
+    for name, value in expected.model.state_dict().items():
+        assert torch.equal(stopped.model.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("options, left", [({}, 10), (TIERS, 10), (TIERS, 22)])

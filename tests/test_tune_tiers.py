@@ -10,6 +10,7 @@ import torch
 from architectures import random_model
 from hard_weights import FORMATS
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from tuning import Blocks, arguments, trainer
 
 from otaro import convert, sefp
@@ -20,6 +21,7 @@ from otaro.refresh import Refresher
 from otaro.sefp import Format, Tiers
 from otaro.tune.data import IGNORED, Collator
 from otaro.tune.distillation import divergence
+from otaro.tune.finishing import fitting_updates, without_dropout
 from otaro.tune.fitting import fit, move
 from otaro.tune.recipe import Recipe
 from otaro.tune.tiers import add_tiers, leave_out_tiers, settle, settle_model
@@ -235,9 +237,9 @@ def fit_by_hand(model: nn.Module, ids: torch.Tensor, step: float) -> None:
 
 
 def test_a_run_by_hand(tmp_path: Path) -> None:
-    """What the trainer does, in plain torch: the same weights."""
+    """What the trainer does, in plain torch: the same weights. What fits goes through the data twice."""
     run = trainer(tmp_path, method="tiers", max_steps=4, per_device_train_batch_size=5, average=0.5)
-    run.train_dataset = Blocks(20)
+    run.train_dataset = Blocks(10)
     model = random_model("llama")
     convert.simulate(model, run.args.format, run.args.floor)
     model.load_state_dict(run.model.state_dict())
@@ -245,7 +247,11 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     torch.manual_seed(run.args.seed)
     loader = run.get_train_dataloader()
     seen = []
-    for batch in loader:
+    batches = []
+    for epoch in (0, 1):
+        loader.set_epoch(epoch)
+        batches += list(loader)
+    for batch in batches:
         Refresher(model).set_width(None)
         model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
         optimizer.step()
@@ -255,9 +261,8 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
         for name, value in model.named_parameters():
             value.copy_((seen[2][name] + seen[3][name]) / 2)
     add_tiers(model, [M3, M4])
-    loader.set_epoch(0)
     step = Recipe().fitting_step * (5 * 16 / Recipe().reference_tokens) ** 0.5
-    for number, batch in enumerate(loader):
+    for number, batch in enumerate(batches):
         fit_by_hand(model, batch["input_ids"], step * (4 - number) / 4)
     settle_model(model)
     torch.manual_seed(run.args.seed)
@@ -439,6 +444,48 @@ def test_an_optimizer_of_ones_own_trains_the_weights_only() -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     left = {names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]}
     assert left == {name for name in names.values() if "_E5M" not in name}
+
+
+@pytest.mark.parametrize("updates, expected", [(1000, 200), (200, 40), (60, 24), (24, 24), (3, 3)])
+def test_how_many_updates_fit(updates: int, expected: int) -> None:
+    assert fitting_updates(updates, Recipe().fitting, Recipe().fitting_updates) == expected
+
+
+def test_a_gradient_that_overflowed_moves_nothing() -> None:
+    layer = nn.Sequential(nn.Linear(64, 2))
+    convert.simulate(layer, Format())
+    add_tiers(layer, [M3])
+    weight, tier = layer[0].weight.detach(), layer[0].weight_E5M3
+    tier.grad = torch.ones(2, 64)
+    tier.grad[0, 0], tier.grad[0, 1] = torch.inf, torch.nan
+    move(layer, [M3], 0.1)
+    assert torch.equal(tier[0, :2], weight[0, :2])
+    assert (tier[1] != weight[1]).all()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_teacher_and_widths_have_no_dropout(checkpointing: bool) -> None:
+    model = random_model("gpt2").train()
+    assert model.config.resid_pdrop > 0
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids = torch.arange(12)[None]
+    with without_dropout(model):
+        first, second = (model(input_ids=ids).logits for _ in range(2))
+        assert torch.equal(first, second)
+        assert any(module.training for module in model.modules()) == any(
+            isinstance(module, GradientCheckpointingLayer) for module in model.modules()
+        )
+    assert all(module.training for module in model.modules())
+    assert not torch.equal(model(input_ids=ids).logits, first)
+
+
+def test_a_trainer_tunes_once(tmp_path: Path) -> None:
+    run = trainer(tmp_path, method="tiers", max_steps=2)
+    run.train()
+    assert not run.optimizer.state  # which would be as large as the tiers
+    with pytest.raises(OtaroError, match="make a new one"):
+        run.train()
 
 
 def test_too_many_tiers_are_refused(tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ def add_weights(optimizer: Optimizer, number: float, entry: str = AVERAGE) -> No
 
 
 @contextmanager
-def in_place(optimizer: Optimizer, entry: str = AVERAGE) -> Iterator[None]:
-    """The mean in the place of the weights, and they in its; what is changed meanwhile is changed in the mean."""
+def in_place(optimizer: Optimizer, entry: str) -> Iterator[None]:
+    """A mean in the place of the weights, and they in its."""
     _swap(optimizer, entry)
     try:
         yield

@@ -58,6 +58,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         attributes = {
             "selector": trainer.selector.state_dict(),
             "held_out": trainer.watch.state_dict(),
+            "ended": trainer.ended,
             "settings": settings(trainer),
         }
         return {"args": {}, "attributes": attributes}
@@ -69,6 +70,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = state.stateful_callbacks[type(self).__name__]["attributes"]
         self.trainer.selector.load_state_dict(saved["selector"])
         self.trainer.watch.load_state_dict(saved["held_out"])
+        self.trainer.ended = saved["ended"]
         if state.is_world_process_zero and not self.trainer.tuned:
             cut_log(Path(args.output_dir) / LOG_NAME, state.global_step)
 
@@ -158,7 +160,7 @@ def settings(trainer: OtaroTrainer) -> dict[str, Any]:
     # Enumerations such as the schedule's are strings underneath; JSON gives the string back.
     plain = {name: str(value.value) if hasattr(value, "value") else value for name, value in chosen.items()}
     plain["optim"] = plain["optim"].removesuffix("_fused")  # the same optimizer, as a GPU has it
-    sequences = None if trainer.train_dataset is None else len(trainer.train_dataset)
+    sequences = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
     return {**plain, "processes": trainer.args.world_size, "model": trainer.signature, "sequences": sequences}
 
 

@@ -208,7 +208,7 @@ def tune(
         gradient_checkpointing=gradient_checkpointing,
         save_strategy="steps",
         save_steps=save_steps,
-        save_total_limit=1,
+        save_total_limit=1 if early_stopping is None else 2,  # the best one and the last one
         eval_strategy="no" if early_stopping is None else "steps",
         eval_steps=save_steps,
         metric_for_best_model="eval_loss",
@@ -268,6 +268,7 @@ def run(
     early_stopping: int | None = None,
 ) -> None:
     """Tune, measure and write; `args` says where checkpoints go."""
+    import torch
     from transformers import EarlyStoppingCallback
 
     from otaro.json_file import write_json
@@ -300,6 +301,7 @@ def run(
         if lora is not None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
             raise OtaroError("adapters cannot be merged into sharded weights: use LoRA with DDP, not with FSDP")
         if lora is not None:
+            torch.manual_seed(args.seed)  # what adapters begin with
             network = add_adapters(network, args.format, args.floor, rank=lora)
         measured = None if eval_text is None else eval_tokens(tokenizer, eval_text, sequence_length, eval_windows)
         trainer = OtaroTrainer(

@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from otaro.errors import OtaroError
 from otaro.partial import write_atomically
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.tune import resume
-from otaro.tune.callbacks import LOG_NAME, append_to_log, cut_log, diverged
+from otaro.tune.callbacks import LOG_NAME, append_to_log, cut_log
 from otaro.tune.fitting import fit
 from otaro.tune.model import has_adapters, merge_adapters
-from otaro.tune.tiers import add_tiers, hold_scales, settle_model, start_tiers, tiers_of
+from otaro.tune.tiers import add_tiers, drop_tiers, hold_scales, let_scales_go, settle_model, start_tiers, tiers_of
 from otaro.tune.update import Batch
 from otaro.tune.writing import writing
 
@@ -58,38 +62,44 @@ def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
         add_tiers(trainer.model, trainer.tiers)
     hold_scales(trainer.model)
     trainer.weights = Refresher(trainer.model, trainer.weights.dtype)
-    with torch.random.fork_rng():  # seeded anew for every update, which is nobody else's business
+    device = trainer.args.device
+    # Seeded for the order of the data, which is nobody else's business.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), without_dropout(trainer.model):
         fit_tiers(trainer, fresh=fresh)
     trainer.weights.set_width(None)
     if trainer.interrupted:
+        drop_tiers(trainer.model)
+        let_scales_go(trainer.model)
         return
     trainer.unsettled = settle_model(trainer.model)
     if trainer.is_fsdp_enabled:
         counts = torch.tensor([trainer.unsettled], device=trainer.args.device)
         trainer.unsettled = int(trainer.accelerator.reduce(counts, "sum"))
-    trainer.tiers = []
+    trainer.done = True
 
 
 def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
     args, constants, step = trainer.args, trainer.args.constants, trainer.state.global_step
     # Of sharded tiers no file is written: a run that is stopped here fits them anew.
     keeps = args.save_strategy != "no" and not trainer.is_fsdp_enabled
+    every = int(trainer.state.save_steps) if args.save_strategy == "steps" else 0
     first = trainer.is_world_process_zero()
     path, log = Path(args.output_dir) / FILE_NAME, Path(args.output_dir) / LOG_NAME
+    if fresh and first:
+        path.unlink(missing_ok=True)
     updates = fitting_updates(trainer.state.max_steps, constants.fitting, constants.fitting_updates)
     done = 0 if fresh or not keeps else read_tiers(path, trainer.model)
     if first:
         cut_log(log, step + done)
     for width in trainer.tiers:
         trainer.selector.counts[width] = done
-    trainer.model.train()
     batches = every_batch(trainer)
+    bar = tqdm(total=updates, initial=done, desc="fitting", disable=not first or trainer.watched or args.disable_tqdm)
     unread: dict[int, dict[Precision, Tensor]] = {}
     for number in range(1, updates + 1):
         trainer.batches = next(batches)
         if number <= done:
             continue
-        torch.manual_seed(args.seed + number)  # the same dropout, wherever a run goes on
         with trainer.compiled("fitting"):
             unread[number] = fit(
                 trainer.model,
@@ -103,12 +113,13 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
                 kernel=trainer.compilation.kernel,
             )
         asked = trainer.asked_to_stop and args.world_size == 1
-        saves = keeps and number % args.save_steps == 0
+        saves = keeps and every > 0 and number % every == 0
         if asked or saves or number == updates or len(unread) >= trainer.update_callback.read_every:
             read_losses(trainer, unread, log if first else None)
             unread = {}
         losses = " ".join(f"M{width.mantissa} {loss:.3f}" for width, loss in trainer.selector.losses.items())
-        trainer.report(f"fitting to {len(trainer.tiers)} widths, step {number}, loss {losses}", number, updates)
+        trainer.report(f"fitting, step {number}{losses and ', loss '}{losses}", number, updates)
+        bar.update()
         if first and keeps and (saves or trainer.interrupted):
             write_tiers(path, trainer.model, number)
         if trainer.interrupted:
@@ -123,7 +134,10 @@ def read_losses(trainer: OtaroTrainer, unread: dict[int, dict[Precision, Tensor]
         known = {width: next(values) for width in losses}
         for width, loss in known.items():
             if not math.isfinite(loss):
-                raise diverged(f"the loss became {loss}", trainer.state.global_step + number, width)
+                raise OtaroError(
+                    f"the loss became {loss} at {width} while tiers were fitted: the tuned weights are in the last "
+                    "checkpoint; in float16 values may have become too large for it, bf16 has room for them"
+                )
             trainer.selector.count(width)
             trainer.selector.record(width, loss)
         lines.append({"step": trainer.state.global_step + number, "tiers": {str(k): loss for k, loss in known.items()}})
@@ -140,9 +154,27 @@ def every_batch(trainer: OtaroTrainer) -> Iterator[list[Batch]]:
         torch.manual_seed(args.seed + epoch)
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
-        batches = iter(loader)
+        batches, any_left = iter(loader), False
         while found := trainer.get_batch_samples(batches, args.gradient_accumulation_steps, args.device)[0]:
+            any_left = True
             yield [trainer._prepare_inputs(batch) for batch in found]
+        if not any_left:
+            raise OtaroError("the data can be read only once, but tiers are fitted on them: choose another method")
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Teacher and widths are to differ by their rounding alone."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    for module in training:
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # itself, not what is within: activations are checkpointed in training only
+    try:
+        yield
+    finally:
+        for module, before in training.items():
+            module.training = before
 
 
 def write_tiers(path: Path, model: nn.Module, done: int) -> None:
@@ -153,10 +185,14 @@ def write_tiers(path: Path, model: nn.Module, done: int) -> None:
 
 @torch.no_grad()
 def read_tiers(path: Path, model: nn.Module) -> int:
-    """Put tiers back; how many updates they have had, 0 where none were written."""
-    if not path.is_file():
+    """Put tiers back; how many updates they have had, 0 where there is no file of them that can be used."""
+    tiers = tiers_of(model)
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in tiers}
+            done = int(file.metadata()[DONE])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return 0
-    with safe_open(path, framework="pt") as file:
-        for name, tier in tiers_of(model).items():
-            tier.copy_(file.get_tensor(name))
-        return int(file.metadata()[DONE])
+    for name, tier in tiers.items():
+        tier.copy_(found[name])
+    return done

@@ -97,6 +97,7 @@ def move(model: nn.Module, widths: Sequence[Precision], step: float, pull: float
                 seen.add(id(tier))
                 scale = ops.scales(rows, module.format) if scale is None else scale
                 gradient = sefp.in_groups(local_rows(tier.grad, turned).float(), module.format.group_size)
+                gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # one that overflowed says nothing
                 size = (gradient.square() + gradient.square().mean(-1, keepdim=True)).sqrt().clamp(min=1e-30)
                 moved = sefp.step(scale, width).abs()[..., None] * gradient / size
                 place = local_rows(tier, turned)

@@ -45,8 +45,7 @@ def check_tiers(format: Format, widths: Sequence[Precision]) -> None:
 def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
     """Give the simulated layers of a model tiers at these widths, equal to their weights at first.
 
-    They are parameters beside the weight, ``weight_E5M3``, so that they are trained, saved and restored like it. A
-    weight that several layers share has tiers that they share.
+    They are parameters beside the weight, ``weight_E5M3``. Layers that share a weight share its tiers.
     """
     shared: dict[int, list[tuple[Precision, nn.Module, str]]] = {}
     for module in model.modules():
@@ -98,6 +97,13 @@ def hold_scales(model: nn.Module) -> None:
             module.__dict__.update(scales=known, settled=True)
 
 
+def let_scales_go(model: nn.Module) -> None:
+    """Have scales found as usual again."""
+    for module in model.modules():
+        if isinstance(module, FakeSefp):
+            module.__dict__.update(scales={}, settled=False)
+
+
 def leave_out_tiers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Let an optimizer train the weights only: tiers are moved by `otaro.tune.fitting`."""
     tiers = {id(tier) for tier in tiers_of(model).values()}
@@ -145,13 +151,18 @@ def settle_model(model: nn.Module) -> int:
             known[name] = scales[id(weight)]
         if known:
             layer.__dict__.update(scales=known, settled=True)
-    for layer in layers:
+    drop_tiers(model)
+    return lost
+
+
+def drop_tiers(model: nn.Module) -> None:
+    """Leave a model without tiers, but for sharded ones, which it only no longer computes with."""
+    for layer in (module for module in model.modules() if isinstance(module, FakeSefp)):
         for places in layer.tier_places.values():
             for _, owner, tier in places:
                 if not isinstance(owner._parameters.get(tier), DTensor):
                     owner._parameters.pop(tier, None)
         layer.__dict__["tier_places"] = {}
-    return lost
 
 
 def reshard(model: nn.Module) -> None:

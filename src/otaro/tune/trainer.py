@@ -50,7 +50,7 @@ from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.finishing import finish
 from otaro.tune.held_out import PASSES, WORSE, Watch, hold_back, mean_loss
 from otaro.tune.model import has_adapters, save_settled
-from otaro.tune.tiers import add_tiers, check_tiers, leave_out_tiers
+from otaro.tune.tiers import add_tiers, check_tiers, leave_out_tiers, reshard
 from otaro.tune.update import Batch, Processes, compute_gradients
 from otaro.tune.writing import writing
 
@@ -99,6 +99,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         args = copy(args)  # what is filled in here is of this model, not of the next one these arguments are used for
         self.selector = args.make_selector()
         self.delayed: DelayedOptimizer | None = None
+        self.done = False
+        """Whether tiers are settled, with which the trainer has done what it can."""
         self.interrupted = False
         """Whether the run was asked to stop (Ctrl-C) and did so with a checkpoint."""
         self.asked_to_stop = False
@@ -110,6 +112,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self.held_out: Any = None
         """Sequences that are not learned but measured on; None where there are none."""
         self.watch = Watch()
+        self.ended = False
+        """Whether something ended the run before its last update, such as early stopping."""
         self._hooked = False
         self.batches: list[Batch] = []
         self._progress = progress
@@ -283,6 +287,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
         )
 
+    @property
+    def watched(self) -> bool:
+        """Whether somebody is told how far the run has come."""
+        return self._progress is not None
+
     def report(self, description: str, done: int | None = None, total: int | None = None) -> None:
         """Tell whoever watches what goes on, by default after how many of the run's updates."""
         if self._progress is not None:
@@ -340,8 +349,10 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         """Train, or go on: from a checkpoint, or with True from the last complete one in `output_dir`.
 
         Ctrl-C ends the update under way, writes a checkpoint and returns with :attr:`interrupted` set; a second one
-        stops at once.
+        stops at once. While tiers are fitted it writes these only, and nothing if `save_strategy` is "no".
         """
+        if self.done:
+            raise OtaroError("this trainer's run is done, and its tiers are settled: make a new one for another run")
         checkpoint, start = self._checkpoint(resume_from_checkpoint), 0
         if checkpoint is not None:
             start = resume.step_of(checkpoint)
@@ -353,6 +364,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         try:
             with self._stop_on_interrupt():
                 result = super().train(None if checkpoint is None else str(checkpoint), **options)
+                reshard(self.model)
                 if self.averaged and not self.interrupted:
                     assert self.optimizer is not None
                     average.use_average(self.optimizer)
@@ -374,7 +386,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     @property
     def tuned(self) -> bool:
         """Whether all updates are done but those that fit tiers."""
-        return self.watch.ended > 0 or self.state.global_step >= self.state.max_steps
+        return self.ended or self.watch.ended > 0 or self.state.global_step >= self.state.max_steps
 
     @property
     def averaged(self) -> int:
@@ -436,6 +448,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **options: Any) -> None:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        self.ended = self.control.should_training_stop and not self.interrupted
         try:
             with quiet(), writing(folder, partial(resume.how_to_go_on, folder.parent)):
                 super()._save_checkpoint(*args, **options)
