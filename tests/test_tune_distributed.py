@@ -69,6 +69,8 @@ def check_equal(folder: Path, whole: Path, weights: dict[str, torch.Tensor]) -> 
         (1, True, {**TIED, "method": "tiers", "max_steps": 9, "gradient_accumulation_steps": 2, "average": 0.5}),
         (2, False, {"method": "tiers", "max_steps": 9, "average": 0.5, "held_back": 0.34}),
         (2, True, {"method": "tiers", "max_steps": 9, "average": 0.5, "held_back": 0.34}),
+        # What an evaluation gathered is given up before the mean is put in place.
+        (2, True, {"method": "tiers", "max_steps": 3, "average": 1.0, "eval_strategy": "steps", "eval_steps": 3}),
         (
             *(1, True),
             {"method": "tiers", "max_steps": 3, "gradient_accumulation_steps": 2, "accelerator_config": EACH_BATCH},

@@ -66,7 +66,8 @@ def arguments(folder: Path | str, **options: Any) -> TuneArguments:
 
 
 def trainer(folder: Path | str, architecture: str = "llama", **options: Any) -> OtaroTrainer:
-    return OtaroTrainer(random_model(architecture), arguments(folder, **options), train_dataset=Blocks())
+    data = {"train_dataset": Blocks(), **({"eval_dataset": Blocks(4)} if "eval_strategy" in options else {})}
+    return OtaroTrainer(random_model(architecture), arguments(folder, **options), **data)
 
 
 def command(*arguments: object) -> int:
