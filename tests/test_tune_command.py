@@ -82,6 +82,23 @@ def test_the_closing_table_counts_what_tiers_learned(
     assert last["tiers"].keys() == {"E5M4", "E5M3"}
 
 
+def test_fitting_alone(tiny_llama: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every update fits, nothing else is learned, and narrow widths lose less than by rounding alone."""
+    out, more = tmp_path / "fitted", ("--eval-text", book, "--eval-windows", 4)
+    assert command(tiny_llama, out, *short(book, 30), "--fit-only", *more) == 0
+    figures = json.loads((out / "tune.json").read_text())
+    assert figures["updates"] == 30
+    assert {width: count for width, count in figures["batches"].items() if count} == {"E5M4": 30, "E5M3": 30}
+    assert len((out / "tune.jsonl").read_text().splitlines()) == 30
+    assert "learning rate" not in capsys.readouterr().err
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tiny_llama, out))
+    cell = max(float(weight.abs().max()) for weight in before.values()) / 2**4
+    assert all(torch.allclose(before[name], after[name], atol=cell) for name in before)
+    before, after = figures["perplexity_before"], figures["perplexity_after"]
+    assert after["E5M8"] == pytest.approx(before["E5M8"], rel=1e-3)
+    assert abs(after["E5M3"] - after["E5M8"]) < 0.5 * abs(before["E5M3"] - before["E5M8"])
+
+
 def snippet() -> str:
     """The example of docs/tuning.md for Python."""
     section = DOCUMENT.read_text(encoding="utf-8").partition("## From Python")[2]

@@ -59,6 +59,7 @@ def resumed(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
         ("13:SIGKILL", 10, {**ADAM, **TIERS}),
         ("fit13:SIGKILL", 22, {**ADAM, **TIERS}),
         ("fit3:SIGKILL", 22, {**ADAM, **TIERS, "architecture": "gpt2"}),  # which has dropout
+        ("fit8:SIGKILL", 0, {**ADAM, **TIERS, "average": 0.0, "fit_only": True}),
         ("7:SIGKILL", 5, {**ADAM, **HELD_BACK}),  # before the held-out loss has risen
         ("fit8:SIGKILL", 9, {**ADAM, **HELD_BACK}),  # and afterwards
         ("save:SIGKILL", 5, {**ADAM, "method": "otaro", "save_total_limit": 1, "gradient_accumulation_steps": 2}),

@@ -398,6 +398,13 @@ def test_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             "not both",
         ),
         ({"embedding_floor": "E4M3"}, PrecisionError, "E4M3"),
+        ({"fit_only": True}, OtaroError, "only tiers are fitted, of which otaro for all has none"),
+        ({"fit_only": True, "method": "tiers", "widths": "E5M8"}, OtaroError, "of which tiers for E5M8 has none"),
+        (
+            {"fit_only": True, "method": "tiers", "load_best_model_at_end": True},
+            OtaroError,
+            "leave early stopping out",
+        ),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path) -> None:

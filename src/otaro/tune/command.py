@@ -112,6 +112,10 @@ def tune(
             "from before they get worse there; 0: learn all. Left out: the recipe's. For the method tiers.",
         ),
     ] = None,
+    fit_only: Annotated[
+        bool,
+        typer.Option("--fit-only", help="Leave the weights as they are and only fit E5M4 and E5M3 to them."),
+    ] = False,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
     ] = None,
@@ -188,6 +192,8 @@ def tune(
         "held_back": held_back,
         "embedding_floor": embedding_floor,
     }
+    if fit_only and lora is not None:
+        raise OtaroError("adapters learn nothing where tiers are only fitted: leave --lora or --fit-only out")
     options = {name: value for name, value in options.items() if value is not None}
     constants = find_recipe(recipe)
     if method is None and constants.method == "tiers":
@@ -197,7 +203,7 @@ def tune(
             if _is_first():
                 note(f"the scheme {chosen} has no tiers, so the method is bps")
     args = TuneArguments(
-        **settings(recipe, **options, load_best_model_at_end=early_stopping is not None),
+        **settings(recipe, **options, fit_only=fit_only, load_best_model_at_end=early_stopping is not None),
         output_dir=str(work),
         max_steps=-1 if steps is None else steps,
         num_train_epochs=epochs,
@@ -317,7 +323,7 @@ def run(
         left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""
         if first:
             asked = ", prompts learned too" if blocks.prompt_tokens and not args.completion_only else ""
-            rate = f", learning rate {trainer.args.learning_rate:.3g}"
+            rate = "" if args.fit_only else f", learning rate {trainer.args.learning_rate:.3g}"
             note(f"{len(blocks)} sequences, {blocks.tokens} tokens{asked}{left_out}{rate}")
             if trainer.held_out is not None:
                 note(f"holding back the last {len(trainer.held_out)} sequences, to see when others are known by heart")
@@ -325,7 +331,8 @@ def run(
         trainer.train(checkpoint)
         if trainer.interrupted:
             if first:
-                note(f"stopped after {trainer.state.global_step} updates: add --resume to the same command to go on")
+                when = "while fitting" if trainer.tuned else f"after {trainer.state.global_step} updates"
+                note(f"stopped {when}: add --resume to the same command to go on")
             raise typer.Exit(EXIT_STOPPED)
         watch = trainer.watch
         if first and watch.ended:
@@ -347,7 +354,8 @@ def run(
                 "method": args.method,
                 "completion_only": args.completion_only,
                 "learning_rate": trainer.args.learning_rate,
-                "updates": trainer.state.global_step,
+                "updates": trainer.state.max_steps if args.fit_only else trainer.state.global_step,
+                "fit_only": args.fit_only,
                 "kept_update": watch.update if watch.ended else kept,
                 "held_back": 0 if trainer.held_out is None else len(trainer.held_out),
                 "averaged_updates": trainer.averaged,

@@ -54,6 +54,9 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         default=0.0,
         metadata={"help": "The share of data seen twice or more that is measured on, not learned (tiers only)."},
     )
+    fit_only: bool = field(
+        default=False, metadata={"help": "Leave the weights as they are; all updates fit tiers to them (tiers only)."}
+    )
     compile: bool | None = field(
         default=None, metadata={"help": "Compile layers and losses, which pays on a GPU; left out: there only."}
     )
@@ -83,6 +86,10 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError(f"{self.held_back} of the data is no share to hold back: choose less than 1")
         if self.average and self.load_best_model_at_end:
             raise OtaroError("a run gives its best checkpoint or an average of its weights, not both: set average to 0")
+        if self.fit_only and (self.method != "tiers" or not self.tier_widths):
+            raise OtaroError(f"only tiers are fitted, of which {self.method} for {self.widths} has none: tune instead")
+        if self.fit_only and self.load_best_model_at_end:
+            raise OtaroError("a run that only fits has one result, not a best one: leave early stopping out")
         _ = self.tuned_widths, self.ultra_low_widths, self.tier_widths, self.format, self.floor
         self.make_selector()
         try:
@@ -141,5 +148,6 @@ RESUMED = (
     "gradient_accumulation_steps",
     "bf16",
     "fp16",
+    "fit_only",
 )
 """The settings that a resumed run must share with the one it goes on from, else it would be a run of neither."""

@@ -87,7 +87,9 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
     path, log = Path(args.output_dir) / FILE_NAME, Path(args.output_dir) / LOG_NAME
     if fresh and first:
         path.unlink(missing_ok=True)
-    updates = fitting_updates(trainer.state.max_steps, constants.fitting, constants.fitting_updates)
+    updates = trainer.state.max_steps
+    if not args.fit_only:
+        updates = fitting_updates(updates, constants.fitting, constants.fitting_updates)
     done = 0 if fresh or not keeps else read_tiers(path, trainer.model)
     if first:
         cut_log(log, step + done)

@@ -140,12 +140,12 @@ def settings(name: str = "default", **changes: Any) -> dict[str, Any]:
     """The settings of a recipe as arguments for :class:`otaro.tune.config.TuneArguments`, with changes.
 
     Averaging, holding text back and learning from prompts are the method tiers' unless they are asked for; where a run
-    keeps its best checkpoint there is nothing to average.
+    keeps its best checkpoint, or only fits, there is nothing to average.
     """
     recipe = find_recipe(name)
     chosen = {"recipe": name, **{setting: getattr(recipe, setting) for setting in SETTINGS}}
     if changes.get("method", recipe.method) != "tiers":
         chosen |= {"average": 0.0, "held_back": 0.0, "completion_only": True}
-    if changes.get("load_best_model_at_end"):
+    if changes.get("load_best_model_at_end") or changes.get("fit_only"):
         chosen["average"] = 0.0
     return {**chosen, **changes}

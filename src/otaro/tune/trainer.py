@@ -369,7 +369,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                     assert self.optimizer is not None
                     average.use_average(self.optimizer)
                 if self.tiers and not self.interrupted:
-                    finish(self, fresh=start < self.state.global_step)
+                    finish(self, fresh=checkpoint is None or start < self.state.global_step)
             return result
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -386,7 +386,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     @property
     def tuned(self) -> bool:
         """Whether all updates are done but those that fit tiers."""
-        return self.ended or self.watch.ended > 0 or self.state.global_step >= self.state.max_steps
+        done = self.args.fit_only or self.ended or self.watch.ended > 0
+        return done or self.state.global_step >= self.state.max_steps
 
     @property
     def averaged(self) -> int:
@@ -430,6 +431,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         # Resumed from its last checkpoint, a run that is done would make one more update before it noticed.
         if self.tuned:
+            if self.args.fit_only and self.args.save_strategy != "no":
+                self._save_checkpoint(self.model, trial=None)  # which the tiers go on from
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **options)
