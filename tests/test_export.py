@@ -92,6 +92,12 @@ def test_every_tensor_of_a_twin_has_the_model_s_values(name: str, packed_llama: 
             expected = expected.reshape(heads, 2, -1, expected.shape[-1]).swapaxes(1, 2).reshape(expected.shape)
         tensor = tensors[f"blk.1.{new}.weight"]
         assert numpy.array_equal(dequantize(tensor.data, tensor.tensor_type).reshape(expected.shape), expected)
+    # Heads share values, whose products llama.cpp must not compute with activations of 8 bits.
+    values = tensors["blk.1.attn_v.weight"]
+    expected = state["model.layers.1.self_attn.v_proj.weight"].numpy()
+    assert values.tensor_type.name == "F16"
+    assert numpy.array_equal(values.data.astype(numpy.float32), expected)
+    assert tensors["blk.1.attn_q.weight"].tensor_type.name == "Q5_1"
     assert len(tensors) == len(otaro.checkpoint.PackedFolder(tmp_path / "packed").entries) + (name == "llama")
     if name == "llama":
         factors = tensors["rope_freqs.weight"].data

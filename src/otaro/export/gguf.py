@@ -34,7 +34,7 @@ from otaro.export.blocks import block_type, encode_blocks
 from otaro.export.tokenizer import add_tokenizer
 from otaro.packing import Planes, unpack_rows
 from otaro.partial import check_room, partial_path, refuse_existing
-from otaro.precision import Precision
+from otaro.precision import WIDEST, Precision
 from otaro.progress import Progress
 from otaro.sefp import Format
 
@@ -122,7 +122,8 @@ def _write(
         if entry.floor is None:
             size += _announce(writer, name, entry.shape, GGMLQuantizationType.F32)
         else:
-            kind = block_type(max(precision, entry.floor), entry.shape[-1], exact=exact)
+            width = max(precision, entry.floor)
+            kind = block_type(width, entry.shape[-1], exact=exact or _rounds_badly(entry.name, width, shape))
             size += _announce(writer, f"{name}.weight", entry.shape, kind)
     check_room(out, size)
     writer.write_header_to_file()
@@ -140,13 +141,20 @@ def _write(
         rows = torch.arange(entry.shape[0]) if permuted is None else permuted
         if isinstance(content, Planes):
             width = precision if entry.floor is None else max(precision, entry.floor)
-            data = _encode(content, rows, entry.shape[-1], width, packed.format, exact)
+            whole = exact or _rounds_badly(entry.name, width, shape)
+            data = _encode(content, rows, entry.shape[-1], width, packed.format, whole)
         else:
             data = content.to(torch.float32)[rows].numpy()
         writer.write_tensor_data(data)
         if progress is not None:
             progress(f"writing {out.name}", number, len(packed.entries))
     return remarks
+
+
+def _rounds_badly(name: str, width: Precision, shape: Shape) -> bool:
+    """Whether a matrix is written as F16 because its products suffer most from activations of 8 bits: values, where
+    they are few because heads share them."""
+    return ".v_proj" in name and shape.kv_heads < shape.heads and width < WIDEST
 
 
 def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
