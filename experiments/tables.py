@@ -15,6 +15,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,20 @@ def ingredients() -> str:
     return markdown(["setting", "run", "E5M8", "E5M5", "E5M4", "E5M3"], rows)
 
 
+def bits(name: str) -> str:
+    """Bits and perplexity of every file that was made, the most bits first."""
+    result = json.loads((ROOT / "bits_per_weight" / f"{name}.json").read_text(encoding="utf-8"))
+    helped = {kind: entry for kind, entry in result["llama.cpp"].items() if kind.endswith(IMPORTANCE)}
+    made = [(f"**{width}**", entry, "") for width, entry in result["otaro"].items()]
+    for kind, entry in result["llama.cpp"].items():
+        if kind not in helped:
+            other = helped.get(kind + IMPORTANCE)
+            made.append((kind, entry, f"{other['perplexity']:.2f}" if other else ""))
+    made.sort(key=lambda row: -row[1]["bits"])
+    rows = [(label, [f"{entry['bits']:.2f}", f"{entry['perplexity']:.2f}", with_it]) for label, entry, with_it in made]
+    return markdown(["file", "bits per weight", "perplexity", "with an importance matrix"], rows)
+
+
 def error_widths() -> str:
     """The change in percent when E5M4 decides and not E5M5; runs made for one width at that width only."""
     rows: Rows = []
@@ -187,6 +202,8 @@ INGREDIENTS = {
     "tiers+last-weights": "without averaging",
 }
 REPEATED = {label: name for label, name in AVERAGED.items() if name != "fixed"}
+IMPORTANCE = " with importance"
+BITS = {"smollm2": "SmolLM2-135M", "answers": "a Llama of 14 million parameters"}
 SCHEMES = ("truncate", "truncated codes, half-step decode", "nearest, each width from the original")
 SCALES = {
     "2^E": ("`2^E`, no sign", "–", "5"),
@@ -206,6 +223,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "wikitext": lambda: perplexities("wikitext", METHODS),
     "stories": lambda: perplexities("stories", {"untuned": "untuned", "`fp16`": "fp16", **AVERAGED, **SEARCHED}),
     "ingredients": ingredients,
+    **{f"bits-{name}": partial(bits, name) for name in BITS},
     "epochs-four": lambda: perplexities("epochs", REPEATED, part="four"),
     "epochs-ten": lambda: perplexities(
         "epochs", {**REPEATED, "`tiers`, everything learned": "tiers+held_back=0"}, part="ten"
@@ -292,6 +310,34 @@ def draw(folder: Path) -> None:
     figure.savefig(folder / "figure.png", dpi=110)
 
 
+def draw_bits() -> None:
+    """Perplexity against bits per weight, a panel for each model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    for axes, (name, model) in zip(figure.subplots(1, len(BITS)), BITS.items(), strict=True):
+        result = json.loads((ROOT / "bits_per_weight" / f"{name}.json").read_text(encoding="utf-8"))
+        whole = result["llama.cpp"].pop("F16")["perplexity"]
+        lines = {
+            "otaro: one model, one file": (result["otaro"], "C0", "o"),
+            "fine-tuned, then a file for each by llama.cpp": (result["llama.cpp"], "C1", "s"),
+        }
+        helped = {kind: result["llama.cpp"].pop(kind) for kind in [*result["llama.cpp"]] if kind.endswith(IMPORTANCE)}
+        lines["the same with an importance matrix"] = (helped, "C2", "^")
+        for label, (entries, color, marker) in lines.items():
+            points = sorted((entry["bits"], entry["perplexity"], kind) for kind, entry in entries.items())
+            axes.plot(*zip(*(point[:2] for point in points), strict=True), color=color, marker=marker, label=label)
+            for x, y, kind in points:
+                if not kind.endswith(IMPORTANCE):
+                    place = {"xytext": (0, -12 if color == "C0" else 6), "textcoords": "offset points", "ha": "center"}
+                    axes.annotate(kind, (x, y), fontsize=7, color=color, **place)
+        axes.axhline(whole, color="0.5", linestyle="--", linewidth=1, label="fine-tuned, F16")
+        axes.set(title=model, xlabel="bits per weight", ylabel="perplexity")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(ROOT / "bits_per_weight" / "figure.png", dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
@@ -300,6 +346,7 @@ def main() -> None:
     if arguments.figures:
         for name in ("wikitext", "stories", "mixture", "paper_methods"):
             draw(ROOT / name)
+        draw_bits()
     changed = differing()
     for path in changed:
         print(f"{path.relative_to(ROOT.parent)} {'differs' if arguments.check else 'written'}")
