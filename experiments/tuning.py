@@ -9,6 +9,7 @@ A run has a name, which says its settings: a method and, after plus signs, what 
     tiers+last-weights      without
     fp16+prompts            prompts learned too, not the completions only; tiers+completions the other way round
     bps+exploration-3       and delay-5 (N of LAA), mean (of held gradients), by-E5M4 (see error_width)
+    tiers+only-fitted       the weights stay as they are, all updates fit
     tiers+held_back=0       everything learned, whatever repeats
     tiers+fitting_step=0.1  with another constant of the recipe
     untuned                 the model as it is
@@ -46,12 +47,14 @@ UNTUNED = "untuned"
 FORMAT_VERSION = 2
 WARM_UP = 20
 """Updates that are not timed."""
+SETTINGS = ("steps", "batch", "length", "window", "windows", "tokens", "bf16")
 VARIANTS: dict[str, dict[str, Any]] = {
     "averaged": {"average": RECIPES["default"].average},
     "last-weights": {"average": 0.0},
     "prompts": {"completion_only": False},
     "completions": {"completion_only": True},
     "mean": {"delay_apply": "mean"},
+    "only-fitted": {"fit_only": True},
 }
 
 
@@ -157,9 +160,12 @@ def add_arguments(parser: argparse.ArgumentParser, runs: Sequence[str], **defaul
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--window", type=int, default=2048, help="tokens that are measured together")
+    parser.add_argument("--windows", type=int, help="measure on so many of the text; left out: all")
     parser.add_argument("--learning-rate", type=float, help="left out: the recipe's")
-    parser.add_argument("--no-compile", dest="compile", action="store_const", const=False)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="left out: on a GPU")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--out", type=Path, help="where runs are written, if not beside the script")
+    parser.add_argument("--keep", type=Path, help="a folder to save the tuned models in")
     parser.add_argument("--quick", action="store_true", help="a few small updates each, for a look on a CPU")
     parser.set_defaults(**defaults)
 
@@ -179,6 +185,8 @@ def run_all(
     if arguments.quick:
         arguments.steps, arguments.batch, arguments.length, arguments.window = 4, 2, 128, 256
         arguments.out, test = arguments.out or Path(tempfile.mkdtemp(prefix="otaro-quick-")), test[:512]
+    if arguments.windows is not None:
+        test = test[: arguments.windows * arguments.window]
     folder = arguments.out or folder / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     blocks = text_blocks(train[: arguments.tokens], arguments.length)
@@ -197,6 +205,7 @@ def run_all(
                 max_steps=arguments.steps,
                 per_device_train_batch_size=arguments.batch,
                 compile=arguments.compile,
+                bf16=arguments.bf16,
                 **options,
             )
             record = {
@@ -204,13 +213,15 @@ def run_all(
                 "model": Path(arguments.model).name,
                 "seed": known,
                 "format_version": FORMAT_VERSION,
-                "settings": {key: getattr(arguments, key) for key in ("steps", "batch", "length", "window", "tokens")},
+                "settings": {key: getattr(arguments, key) for key in SETTINGS},
                 **record,
                 "perplexity": perplexities(trainer, test, arguments.window),
                 **(measure(trainer, test, arguments.window) if measure else {}),
                 "machine": common.machine(),
             }
             write_json(record, path)
+            if arguments.keep is not None:
+                trainer.save_model(str(arguments.keep / path.stem))
             print(name, seed, {width: round(value, 3) for width, value in record["perplexity"].items()}, flush=True)
 
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def build(vocabulary: int, hidden: int, layers: int, context: int) -> LlamaForCausalLM:
+def build(vocabulary: int, hidden: int, layers: int, context: int, inner: int | None = None) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 64 * 64,
+        intermediate_size=inner or hidden * 8 // 3 // 64 * 64,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 64,
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="the folder to write")
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--inner", type=int, help="features within an MLP; left out: 8/3 of --hidden")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=32)
@@ -79,7 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = torch.from_numpy(np.load(arguments.train)).long().to(device)
-    model = build(arguments.vocabulary, arguments.hidden, arguments.layers, 2048).to(device)
+    model = build(arguments.vocabulary, arguments.hidden, arguments.layers, 2048, arguments.inner).to(device)
     started = time.perf_counter()
     loss = train(model, tokens, arguments.steps, arguments.batch, arguments.length, arguments.learning_rate)
     model.save_pretrained(Path(arguments.out))
