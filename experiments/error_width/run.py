@@ -4,9 +4,10 @@
         --json experiments/error_width/rules.json
     python -m experiments.error_width.run --train train.npy --texts valid.npy --quick       # for a look on a CPU
 
-A rule is written as a sum: `M4+4M5` is the squared error at E5M4 plus four times that at E5M5. Errors are whole
-numbers, as in the product, in units of 2^(E-10), but those at E5M5 alone in units of 2^(E-11). Linear layers only;
-their weights are replaced by their values. The file is written after every rule.
+A rule is written as a sum: `M4+4M5` is the squared error at E5M4 plus four times that at E5M5; `M5 of 8` chooses from
+2^E times 1.25, 1.5 and 1.75 too, not from the product's five. Errors are whole numbers, as in the product, in units of
+2^(E-10), but those at E5M5 alone in units of 2^(E-11) and those with E5M8 in units of 2^(E-12). Linear layers only; their
+weights are replaced by their values. The file is written after every rule.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from otaro.precision import Precision
 from otaro.sefp import Format
 from otaro.tune.data import text_blocks
 
-RULES = ("M5", "M4+4M5", "M4", "M4+8M5", "M4+2M5", "M4+4M5+16M6")
+RULES = ("M5", "M4+4M5", "M4", "M5 of 8", "M4 of 8", "M4+M8", "M4+3M8")
+EIGHT = " of 8"
 WIDTHS = (Precision.E5M8, Precision.E5M5, Precision.E5M4, Precision.E5M3)
 
 
 def parse(rule: str) -> dict[Precision, int]:
     """The weight of the error at each width: `M4+4M5`."""
-    terms = [re.fullmatch(r"(\d*)M(\d)", term) for term in rule.split("+")]
+    terms = [re.fullmatch(r"(\d*)M(\d)", term) for term in rule.removesuffix(EIGHT).split("+")]
     if not all(terms):
         raise SystemExit(f"{rule!r} is no sum of widths such as M4+4M5")
     return {Precision.from_mantissa(int(term[2])): int(term[1] or 1) for term in terms if term}
@@ -42,7 +44,7 @@ def parse(rule: str) -> dict[Precision, int]:
 
 def squared_errors(grouped: Tensor, first: Tensor, candidate: Tensor, rule: dict[Precision, int]) -> Tensor:
     """The weighed errors of groups with the scale `candidate`, `first` being the byte of 2^E."""
-    unit = 11 if list(rule) == [Precision.E5M5] else 10
+    unit = 12 if Precision.E5M8 in rule else 11 if list(rule) == [Precision.E5M5] else 10
     scaled = grouped * sefp.power_of_two(unit - 1 + sefp.EXPONENT_OFFSET - (first >> 2))[..., None]
     target = 2 * torch.floor(scaled).clamp(-(2**unit), 2**unit - 1).to(torch.int32) + 1
     code = sefp._nested_code(grouped, candidate).to(torch.int32)
@@ -55,14 +57,16 @@ def squared_errors(grouped: Tensor, first: Tensor, candidate: Tensor, rule: dict
     return total
 
 
-def scales(weight: Tensor, rule: dict[Precision, int]) -> Tensor:
+def scales(weight: Tensor, name: str) -> Tensor:
     """The scale of every group by a rule; the rows are whole groups."""
+    rule, above = parse(name), 3 if name.endswith(EIGHT) else 0
     grouped = sefp.in_groups(weight.float(), 64)
     first = (sefp.group_exponents(weight, 64).clamp(sefp.EXPONENT_MIN, sefp.EXPONENT_MAX) + sefp.EXPONENT_OFFSET) << 2
     negative = grouped.amax(-1) > -grouped.amin(-1)
     grouped = torch.where(negative[..., None], -grouped, grouped)
-    candidates = [(first - lowered).clamp(min=sefp.SCALE_MIN) for lowered in range(sefp.CANDIDATES)]
-    scale, least = first, squared_errors(grouped, first, first, rule)
+    offsets = range(above, -sefp.CANDIDATES, -1)
+    candidates = [(first + offset).clamp(sefp.SCALE_MIN, sefp.SCALE_MAX) for offset in offsets]
+    scale, least = candidates[0], squared_errors(grouped, first, candidates[0], rule)
     for candidate in candidates[1:]:
         error = squared_errors(grouped, first, candidate, rule)
         scale, least = torch.where(error < least, candidate, scale), torch.minimum(error, least)
@@ -80,7 +84,7 @@ def measure(model: Any, texts: dict[str, Tensor], rules: list[str], arguments: a
     }
     for name in rules:
         started = time.perf_counter()
-        found = {layer: scales(weight, parse(name)) for layer, weight in original.items()}
+        found = {layer: scales(weight, name) for layer, weight in original.items()}
         for precision in WIDTHS:
             with torch.no_grad():
                 for layer, weight in linear.items():
