@@ -138,7 +138,9 @@ def measure_run(arguments: argparse.Namespace, method: str) -> dict[str, float]:
     torch.manual_seed(0)
     gc.collect()  # what the run before has left
     model = random_model(arguments.shape, "cuda" if on_gpu else "cpu")
-    ids = torch.randint(0, 40000, (4 * arguments.batch, arguments.length)).tolist()
+    # None comes twice, else some would be held back and measured on.
+    count = (arguments.first + arguments.updates) * arguments.batch
+    ids = torch.randint(0, 40000, (count, arguments.length)).tolist()
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -18,7 +18,7 @@ from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.sefp import Format
-from otaro.tune import compilation
+from otaro.tune import compilation, graphs
 from otaro.tune.callbacks import LOG_NAME, read_log
 from otaro.tune.recipe import RECIPES, Recipe, settings
 from otaro.tune.trainer import OtaroTrainer
@@ -309,3 +309,60 @@ def test_transformers_tells_the_last_micro_batch_and_how_many_there_are(tmp_path
     run.train()
     first, second = [(False, 4, 4)] * 3 + [(True, 4, 4)], [(False, 2, 2), (True, 2, 2)]
     assert seen == (first + second) * 2
+
+
+class Replayed:
+    """A captured graph, without a GPU: the same code again on the same tensors. Capturing computes nothing."""
+
+    count = 0
+
+    def __init__(self, function: graphs.Function, inputs: dict[str, torch.Tensor], pool: Any) -> None:
+        self.inputs, self._function = inputs, function
+        self.result = torch.empty(0)
+        Replayed.count += 1
+
+    def replay(self) -> None:
+        result = self._function(dict(self.inputs))
+        if not self.result.numel():
+            self.result = torch.empty_like(result)
+        self.result.copy_(result)
+
+
+@pytest.mark.parametrize("options", [{"method": "tiers", "average": 0.5}, {"method": "uniform"}, {"method": "fp16"}])
+def test_captured_passes_give_the_same_bits(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with micro-batches, with gradients in buffers and with an incomplete batch at the end of an epoch."""
+    monkeypatch.setattr(graphs, "Captured", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Replayed, "count", 0)
+    states = []
+    for enabled in (False, True):
+        run = trainer(
+            tmp_path / str(enabled),
+            **{**ADAM, **options, "max_steps": 14, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2},
+        )
+        run.graphs = graphs.Graphs(run.model, enabled=enabled)
+        run.train()
+        states.append({name: value.clone() for name, value in run.model.state_dict().items()})
+        assert (Replayed.count > 0) is enabled
+    # In full precision; then the teacher's, each tier's and the step of those; widths that were taken often enough.
+    assert Replayed.count == {"tiers": 1 + 4, "uniform": 2, "fp16": 1}[options["method"]]
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+
+
+def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(graphs, "Captured", fail)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    captured = graphs.Graphs(torch.nn.Linear(2, 2), enabled=True)
+    given = {"x": torch.ones(2)}
+    for _ in range(graphs.PLAIN):
+        assert captured.run("double", lambda inputs: 2 * inputs["x"], given).tolist() == [2, 2]
+    with pytest.warns(UserWarning, match="could not be captured: operation not permitted when stream is capturing$"):
+        assert captured.run("double", lambda inputs: 2 * inputs["x"], given).tolist() == [2, 2]
+    assert not captured.enabled
+    assert captured.run("double", lambda inputs: 2 * inputs["x"], given).tolist() == [2, 2]

@@ -12,9 +12,9 @@ A step has three significant bits and d, d / 2 and 16.5 * d are float16 numbers,
 for bit. Of values at E5M7 all significant bits, 11 at most, fit a float16; at E5M8 there are 12, and they are rounded
 to the nearest. What is too large for a float16 is refused.
 
-What llama.cpp computes with blocks is another matter: beside all of these types it rounds activations to 8 bits. Half of
-what that costs comes from the projections to values, so these are F16 where heads share them and they are small. Where
-all products must be as exact as the weights, every width becomes F16, and E5M8 F32.
+What llama.cpp computes with blocks is another matter: beside all of these types it rounds activations to 8 bits. Half
+of what that costs comes from the projections to values, so these are F16 where heads share them and they are small.
+Where all products must be as exact as the weights, every width becomes F16, and E5M8 F32.
 """
 
 from __future__ import annotations

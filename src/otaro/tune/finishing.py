@@ -28,6 +28,7 @@ from otaro.refresh import Refresher
 from otaro.tune import resume
 from otaro.tune.callbacks import LOG_NAME, append_to_log, cut_log
 from otaro.tune.fitting import fit
+from otaro.tune.graphs import Graphs
 from otaro.tune.model import has_adapters, merge_adapters
 from otaro.tune.tiers import add_tiers, drop_tiers, hold_scales, let_scales_go, settle_model, start_tiers, tiers_of
 from otaro.tune.update import Batch
@@ -61,11 +62,13 @@ def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
     else:
         add_tiers(trainer.model, trainer.tiers)
     hold_scales(trainer.model)
+    trainer.graphs = Graphs(trainer.model, enabled=trainer.graphs.enabled)
     trainer.weights = Refresher(trainer.model, trainer.weights.dtype)
     device = trainer.args.device
     # Seeded for the order of the data, which is nobody else's business.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_dropout(trainer.model):
         fit_tiers(trainer, fresh=fresh)
+    trainer.graphs.forget()
     trainer.weights.set_width(None)
     if trainer.interrupted:
         drop_tiers(trainer.model)
@@ -113,6 +116,7 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
                 context=trainer.accelerator.autocast,
                 processes=trainer.processes(),
                 kernel=trainer.compilation.kernel,
+                graphs=trainer.graphs if trainer.full_batches else None,
             )
         asked = trainer.asked_to_stop and args.world_size == 1
         saves = keeps and every > 0 and number % every == 0

@@ -31,6 +31,7 @@ from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.tune.data import IGNORED
 from otaro.tune.distillation import Kernel, divergence, loss_and_gradient
+from otaro.tune.graphs import Graphs
 from otaro.tune.tiers import average_gradients, local_rows, tiers_of
 from otaro.tune.update import Batch, Processes, without_packing
 
@@ -49,39 +50,62 @@ def fit(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     processes: Processes = Processes(),
     kernel: Kernel = loss_and_gradient,
+    graphs: Graphs | None = None,
 ) -> dict[Precision, Tensor]:
     """Move the tiers that decide these widths by `step` cells at most; returns the cross entropy at each.
 
-    The model's gradients are those of nobody else, and gone afterwards.
+    The model's gradients are those of nobody else, and gone afterwards. With `graphs`, passes may be captured.
     """
+    graphs = Graphs(model, enabled=False) if graphs is None else graphs
     tokens = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
     count = processes.total(tokens).clamp(min=1)
     losses = {width: torch.zeros((), device=tokens.device) for width in widths}
+
+    def predict(batch: Batch) -> Tensor:
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", "count")}
+        with context():
+            logits: Tensor = model(**inputs, use_cache=False).logits
+        return logits
+
+    @torch.no_grad()
+    def teach(batch: Batch) -> Tensor:
+        return predict(batch)
+
+    def learn(batch: Batch) -> Tensor:
+        logits = predict(batch)
+        with context():
+            loss, entropy = divergence(logits, teacher, batch["labels"], kernel)
+        (loss * (LOSS_SCALE / batch["count"])).backward()
+        return entropy.detach()
+
     with without_packing(batches):
         for number, batch in enumerate(batches):
-            inputs = {name: value for name, value in batch.items() if name != "labels"}
             weights.set_width(None, again=number > 0)
-            with torch.no_grad(), context():
-                teacher = model(**inputs, use_cache=False).logits
+            # Where the pass that teaches is captured, so are those that learn from it: it is always this tensor then.
+            teacher = graphs.run("teacher", teach, batch)
             for place, width in enumerate(widths):
                 weights.set_width(width, again=number + place > 0)
-                with context():
-                    logits = model(**inputs, use_cache=False).logits
-                    loss, entropy = divergence(logits, teacher, batch["labels"], kernel)
-                (loss * (LOSS_SCALE / count)).backward()
-                losses[width] += entropy.detach() * (processes.count / count)
+                entropy = graphs.run(width, learn, {**batch, "count": count})
+                losses[width] = losses[width] + entropy * (processes.count / count)
     weights.set_width(None)
     if processes.count > 1 and not isinstance(model, FSDPModule):
         average_gradients(list(tiers_of(model).values()))
-    move(model, widths, step, pull)
+    graphs.run(
+        "move",
+        lambda given: move(model, widths, given["step"], pull),
+        {"step": count.new_full((), step, dtype=torch.float32)},  # on the device, where a graph finds it
+    )
     model.zero_grad()
     return losses
 
 
 @torch.no_grad()
-def move(model: nn.Module, widths: Sequence[Precision], step: float, pull: float = 0.0) -> None:
-    """Take a step against the gradients of the tiers that decide the widths, and draw them back to their weights."""
+def move(model: nn.Module, widths: Sequence[Precision], step: Tensor | float, pull: float = 0.0) -> Tensor:
+    """Take a step against the gradients of the tiers that decide the widths, and draw them back to their weights;
+    returns the step."""
     seen: set[int] = set()
+    step = torch.as_tensor(step, dtype=torch.float32)
+    back = (pull * step).clamp(max=1.0)
     for module in model.modules():
         if not isinstance(module, FakeSefp):
             continue
@@ -102,4 +126,5 @@ def move(model: nn.Module, widths: Sequence[Precision], step: float, pull: float
                 moved = sefp.step(scale, width).abs()[..., None] * gradient / size
                 place = local_rows(tier, turned)
                 place.sub_(step * moved.flatten(-2)[..., : rows.shape[-1]])
-                place.lerp_(rows, min(1.0, pull * step))
+                place.lerp_(rows, back)
+    return step

@@ -48,12 +48,14 @@ from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.data import learn_prompts, lengths, make_collator
 from otaro.tune.delay import Apply, DelayedOptimizer
 from otaro.tune.finishing import finish
+from otaro.tune.graphs import Graphs, pays
 from otaro.tune.held_out import PASSES, WORSE, Watch, hold_back, mean_loss
 from otaro.tune.model import has_adapters, save_settled
 from otaro.tune.tiers import add_tiers, check_tiers, leave_out_tiers, reshard
 from otaro.tune.update import Batch, Processes, compute_gradients
 from otaro.tune.writing import writing
 
+ITEMS = "num_items_in_batch"
 CONFIGS = Path(__file__).parent / "accelerate"
 """What accelerate is launched with, for several GPUs."""
 ARGUMENTS_NAME = "training_args.json"
@@ -163,6 +165,12 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             same_length=len(set(sizes)) == 1,
             backend=args.compile_backend,
         )
+        # Of sequences of other lengths each would be captured anew; what is scaled in float16 is checked on the host.
+        alone = args.device.type == "cuda" and args.world_size == 1 and not args.fp16
+        repeats = self.compilation.enabled and len(set(sizes)) == 1 and not args.gradient_checkpointing
+        self.graphs = Graphs(
+            model, enabled=alone and repeats and pays(model, sizes[0] * args.per_device_train_batch_size)
+        )
         if args.idle_gpus:
             count = args.idle_gpus + args.n_gpu
             launch = f"accelerate launch --config_file {CONFIGS / 'ddp.yaml'} --num_processes {count}"
@@ -253,25 +261,32 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         with self.compiled(width is None):
             self.update_loss = compute_gradients(
                 model,
-                self.batches,
+                # With the batch, because what is captured must be given all that changes.
+                [{**batch, ITEMS: num_items_in_batch} for batch in self.batches],
                 width,
                 self.weights,
-                loss=partial(self._loss, count=num_items_in_batch),
+                loss=self._loss,
                 backward=self.accelerator.backward,
                 context=self.compute_loss_context_manager,
                 processes=self.processes(),
+                graphs=self.graphs if self.full_batches else None,
             )
         return self.update_loss
+
+    @property
+    def full_batches(self) -> bool:
+        """Whether the update's micro-batches have the size that passes are compiled and captured for."""
+        return all(len(batch["labels"]) == self._train_batch_size for batch in self.batches)
 
     def compiled(self, kind: object) -> AbstractContextManager[Any]:
         """What passes over the update's batches run in, by their kind."""
         sizes = {tuple(batch["labels"].shape) for batch in self.batches}
         if self.compilation.is_new((kind, *sorted(sizes))):
             self.report("compiling … (the first updates take longer)")
-        full = all(rows == self._train_batch_size for rows, *_ in sizes)
-        return nullcontext() if full else self.compilation.left_out()
+        return nullcontext() if self.full_batches else self.compilation.left_out()
 
-    def _loss(self, model: nn.Module, batch: Batch, count: Any) -> Tensor:
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        count = batch.pop(ITEMS)
         with self.compute_loss_context_manager():
             loss: Tensor = self.compute_loss(model, batch, num_items_in_batch=count)
         if self.compute_loss_func is None and (count is None or not self.model_accepts_loss_kwargs):

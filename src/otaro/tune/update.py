@@ -20,6 +20,7 @@ from transformers import masking_utils
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.tune.data import IGNORED
+from otaro.tune.graphs import Graphs
 
 Batch = dict[str, Any]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -47,23 +48,28 @@ def compute_gradients(
     backward: Callable[[Tensor], None] = Tensor.backward,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     processes: Processes = Processes(),
+    graphs: Graphs | None = None,
 ) -> Tensor:
     """Add the gradient of an update at a width to the parameters'; returns this process's share of the loss.
 
     `batches` are the micro-batches, on the model's device; None is full precision. `loss` computes that of one, left
-    out it is the model's own; `context` is what passes run in, such as autocast.
+    out it is the model's own; `context` is what passes run in, such as autocast. With `graphs`, passes may be captured.
     """
     total = torch.zeros((), device=batches[0]["labels"].device)
     if loss is None:
         loss = _model_loss(processes.total(_predictions(batches)), processes.count, context)
+
+    def compute(batch: Batch) -> Tensor:
+        value = loss(model, batch)
+        backward(value)
+        return value.detach().float()
+
     with without_packing(batches):
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1 or processes.sync_each_batch
             with _synchronised(model, last):
                 weights.set_width(width, again=number > 0)
-                value = loss(model, dict(batch))
-                backward(value)
-                total = total + value.detach().float()
+                total = total + (compute(dict(batch)) if graphs is None else graphs.run(width, compute, batch))
     return total
 
 
