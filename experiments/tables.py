@@ -203,7 +203,7 @@ INGREDIENTS = {
 }
 REPEATED = {label: name for label, name in AVERAGED.items() if name != "fixed"}
 IMPORTANCE = " with importance"
-BITS = {"smollm2": "SmolLM2-135M", "answers": "a Llama of 14 million parameters"}
+BITS = {"smollm2": "SmolLM2-135M", "llama-14m": "a Llama of 14 million parameters"}
 SCHEMES = ("truncate", "truncated codes, half-step decode", "nearest, each width from the original")
 SCALES = {
     "2^E": ("`2^E`, no sign", "–", "5"),
