@@ -11,6 +11,7 @@ import torch
 from architectures import random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, masking_utils
+from transformers.utils import import_utils
 from tuning import Blocks, arguments, trainer
 
 from otaro import convert, ops
@@ -292,6 +293,25 @@ def test_transformers_looks_for_packed_sequences_where_it_is_kept_from_it() -> N
         }.items()
     }
     assert losses["plain"] == losses["in order"] != losses["packed"]
+
+
+def test_captured_passes_attend_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.17 makes them where a graph is captured: another attention than in the passes before, which would
+    be compiled anew, and no capture bears that."""
+    assert list(inspect.signature(masking_utils.is_tracing).parameters) == ["tensor"]
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    attention, masks = torch.nn.functional.scaled_dot_product_attention, []
+
+    def record(*args: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
+        masks.append(attn_mask)
+        return attention(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    model, ids = simulated(), Blocks(2).ids
+    compute_gradients(model, [{"input_ids": ids, "labels": ids}], None, Refresher(model))
+    assert masks
+    assert all(mask is None for mask in masks)
 
 
 def test_transformers_tells_the_last_micro_batch_and_how_many_there_are(tmp_path: Path) -> None:

@@ -73,9 +73,12 @@ class Graphs:
                 return result
             try:
                 self._captured[key] = self._capture(function, inputs, self._used[key])
-            except RuntimeError as error:
+            except RuntimeError as failure:
+                error: BaseException = failure
                 self.forget()
                 self.enabled = False
+                while error.__context__ is not None:
+                    error = error.__context__  # what ended the capture, not that it ended
                 first = str(error).partition("\n")[0]
                 warnings.warn(
                     f"otaro: passes are launched one by one, they could not be captured: {first}", stacklevel=2
