@@ -17,8 +17,9 @@ agree it goes far enough to choose another cell, which costs the wide widths som
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from otaro.tune.graphs import Graphs
 from otaro.tune.tiers import average_gradients, local_rows, tiers_of
 from otaro.tune.update import Batch, Processes, without_packing
 
+TOGETHER = 1 << 24
+"""Weights that are moved in the same launches; a few copies of them in float32 are made."""
 LOSS_SCALE = 1024.0
 """Only the direction of a gradient counts; that of a mean over tokens would vanish in float16."""
 
@@ -99,13 +102,34 @@ def fit(
     return losses
 
 
-@torch.no_grad()
+@dataclass
+class _Part:
+    """The rows of a tier, of its weight and of its gradient, and the cells of its groups."""
+
+    tier: Tensor
+    weight: Tensor
+    gradient: Tensor
+    cells: Tensor
+
+
 def move(model: nn.Module, widths: Sequence[Precision], step: Tensor | float, pull: float = 0.0) -> Tensor:
     """Take a step against the gradients of the tiers that decide the widths, and draw them back to their weights;
     returns the step."""
-    seen: set[int] = set()
     step = torch.as_tensor(step, dtype=torch.float32)
-    back = (pull * step).clamp(max=1.0)
+    waiting: list[_Part] = []
+    for part in _parts(model, widths):
+        waiting.append(part)
+        if sum(part.tier.numel() for part in waiting) >= TOGETHER:
+            _move_parts(waiting, step, pull)
+            waiting = []
+    if waiting:
+        _move_parts(waiting, step, pull)
+    return step
+
+
+@torch.no_grad()
+def _parts(model: nn.Module, widths: Sequence[Precision]) -> Iterator[_Part]:
+    seen: set[int] = set()
     for module in model.modules():
         if not isinstance(module, FakeSefp):
             continue
@@ -121,10 +145,18 @@ def move(model: nn.Module, widths: Sequence[Precision], step: Tensor | float, pu
                 seen.add(id(tier))
                 scale = ops.scales(rows, module.format) if scale is None else scale
                 gradient = sefp.in_groups(local_rows(tier.grad, turned).float(), module.format.group_size)
-                gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # one that overflowed says nothing
-                size = (gradient.square() + gradient.square().mean(-1, keepdim=True)).sqrt().clamp(min=1e-30)
-                moved = sefp.step(scale, width).abs()[..., None] * gradient / size
-                place = local_rows(tier, turned)
-                place.sub_(step * moved.flatten(-2)[..., : rows.shape[-1]])
-                place.lerp_(rows, back)
-    return step
+                yield _Part(local_rows(tier, turned), rows, gradient, sefp.step(scale, width).abs())
+
+
+@torch.no_grad()
+def _move_parts(parts: Sequence[_Part], step: Tensor, pull: float) -> None:
+    """The groups of all parts one below the other, since a launch for each would take longer than its work."""
+    gradient = torch.cat([part.gradient.flatten(0, -2) for part in parts])
+    gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # one that overflowed says nothing
+    size = (gradient.square() + gradient.square().mean(-1, keepdim=True)).sqrt().clamp(min=1e-30)
+    cells = torch.cat([part.cells.flatten() for part in parts])[:, None]
+    moved = step * cells * gradient / size
+    back = (pull * step).clamp(max=1.0)
+    for part, groups in zip(parts, moved.split([part.cells.numel() for part in parts]), strict=True):
+        part.tier.sub_(groups.view(part.gradient.shape).flatten(-2)[..., : part.tier.shape[-1]])
+        part.tier.lerp_(part.weight, back)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 PLAIN = 2
 """How often a pass is computed launch by launch before it is captured: what it needs is compiled and set up then."""
@@ -30,6 +32,18 @@ def pays(model: nn.Module, tokens: float) -> bool:
 Function = Callable[[dict[str, Tensor]], Tensor]
 
 
+@contextmanager
+def without_masks() -> Iterator[None]:
+    """transformers 5.17 makes masks that are not needed where a graph is captured, lest something else comes later:
+    attention with one is another, slower computation, for which layers would be compiled anew."""
+    traced = masking_utils.is_tracing
+    masking_utils.is_tracing = lambda tensor=None: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = traced
+
+
 class Captured:
     """A function captured with its inputs: `replay` does what it did, with what is in `inputs` then."""
 
@@ -37,7 +51,7 @@ class Captured:
         self.inputs = inputs
         self._graph = torch.cuda.CUDAGraph()
         # Threads that bring batches to the device may go on with it.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), without_masks():
             self.result = function(dict(inputs))
 
     def replay(self) -> None:

@@ -76,16 +76,14 @@ def compute_gradients(
 @contextmanager
 def without_packing(batches: Sequence[Batch]) -> Iterator[None]:
     """Batches that come without positions have one sequence to a row, so transformers need not look whether positions
-    begin anew somewhere, which it would wait for the device for in every pass. Nor need it make masks where a graph is
-    captured, as it does lest something else comes later: attention without one is another, faster computation."""
-    look, traced = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
+    begin anew somewhere, which it would wait for the device for in every pass."""
+    look = masking_utils.find_packed_sequence_indices
     if not any("position_ids" in batch for batch in batches):
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
-        masking_utils.is_tracing = lambda *given: not torch.cuda.is_current_stream_capturing() and traced(*given)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices, masking_utils.is_tracing = look, traced
+        masking_utils.find_packed_sequence_indices = look
 
 
 def gradients_apart(model: nn.Module) -> AbstractContextManager[None]:
