@@ -54,7 +54,7 @@ def build_kernels(index: int, columns: tuple[int, ...]) -> float:
     for extra, count in itertools.product(range(-1, 6), columns):
         # The form that reads its width on the device is measured at batch 1 alone.
         if extra >= 0 or count == 1:
-            threads = 32 * calls.most_warps(count)
+            threads = calls.most_threads(count)
             definitions = (
                 *(("OTARO_COLUMNS", count), ("OTARO_EXTRA", extra)),
                 *(("OTARO_GATED", 0), ("OTARO_THREADS", threads)),
@@ -140,10 +140,9 @@ def product_launch(
     y = x.new_empty(batch, rows)
     width = torch.tensor([3 + extra], dtype=torch.int32, device=x.device) if dynamic else None
     prepared = [calls.matvec_call(x, weight, extra, None, y, plan, width) for weight in weights]
-    blocks, shared = plan.split * plan.clusters, plan.shared_bytes(rows)
 
     def launch(copy: int, keep: Any = (weights, x, y, width)) -> None:
-        kernel.launch(prepared[copy], blocks, plan.threads, shared, plan.split, overlap)
+        kernel.launch(prepared[copy], plan.blocks, plan.threads, plan.shared_bytes, overlap)
 
     return launch, plan
 
@@ -155,8 +154,10 @@ def weight_bytes(rows: int, columns: int, extra: int) -> int:
 def plans_to_try(units: int, columns: int) -> list[dict[str, int]]:
     """Ways to divide a product that are worth a measurement, the likeliest first."""
     most = calls.most_warps(columns)
-    splits = [split for split in (1, 2, 4, 7, 8) if -(-units // split) <= most and split <= units]
-    return [{"split": split, "tiles": tiles} for tiles, split in itertools.product((1, 2, 4), splits)]
+    rounds = -(-units // most)
+    warps = -(-units // rounds)
+    parts = [count for count in (1, 2, 4) if warps % count == 0]
+    return [{"parts": count} for count in parts] + [{"sums": 4}, {"sums": 1}]
 
 
 def measure_width(
@@ -172,8 +173,9 @@ def measure_width(
     def attempt(label: str, overlap: bool = False, dynamic: bool = False, **choices: int) -> None:
         try:
             launch, plan = product_launch(used, x, extra, overlap, dynamic, choices)
-            label += f": split {plan.split}, {plan.warps} warps, {plan.tiles} tiles, {plan.stages} stages"
-            tried[f"{label}, {plan.clusters} clusters"] = seconds_each(launch, len(used)) * 1e6
+            label += f": {plan.warps} warps, {plan.rounds} rounds, {plan.parts} parts, {plan.tiles} tiles"
+            label += f", {plan.stages} stages, {plan.sums} sums, {plan.blocks} blocks"
+            tried[label] = seconds_each(launch, len(used)) * 1e6
         except (ValueError, RuntimeError) as error:
             failed.append(f"{label} {choices}: {error}")
 

@@ -29,11 +29,8 @@ class EmulatedKernel:
     def __init__(self, library: ctypes.CDLL, name: str, extra: int, columns: int) -> None:
         self.library, self.name, self.extra, self.columns = library, name, extra, columns
 
-    def active_clusters(self, split: int, threads: int, shared: int) -> int:
-        return max(LIMITS.processors // split, 1)
-
     def launch(
-        self, call: ctypes.Structure, blocks: int, threads: int, shared: int = 0, split: int = 1, overlap: bool = False
+        self, call: ctypes.Structure, blocks: int, threads: int, shared: int = 0, overlap: bool = False
     ) -> None:
         assert shared <= LIMITS.shared - 1024
         library = self.library

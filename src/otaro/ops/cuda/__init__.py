@@ -170,7 +170,7 @@ def _launch(
     units = fragments.base.shape[1]
     kernel, plan = launch_plan(_index(x), rows, units, extra, batch, width is not None, gated > 0)
     call = calls.matvec_call(x, fragments, extra, bias, y, plan, width, gated)
-    kernel.launch(call, plan.split * plan.clusters, plan.threads, plan.shared_bytes(rows), plan.split, overlap)
+    kernel.launch(call, plan.blocks, plan.threads, plan.shared_bytes, overlap)
 
 
 def _rows(
@@ -227,15 +227,9 @@ def _launch_plan(
         OTARO_EXTRA=-1 if dynamic else extra,
         OTARO_COLUMNS=columns,
         OTARO_GATED=int(gated),
-        OTARO_THREADS=32 * calls.most_warps(columns),
+        OTARO_THREADS=calls.most_threads(columns),
     )
-    device, given = device_limits(index), dict(choices)
-    plan = calls.plan(rows, units, extra, columns, device, **given)
-    if plan is not None and plan.split > 1:
-        # Clusters that do not all fit at once would come in a second wave, after the first.
-        active = kernel.active_clusters(plan.split, plan.threads, plan.shared_bytes(rows))
-        if 0 < active < plan.clusters:
-            plan = calls.plan(rows, units, extra, columns, device, **given, most_clusters=active)
+    plan = calls.plan(rows, units, extra, columns, device_limits(index), **dict(choices))
     if plan is None:
         raise ValueError(f"a weight of {rows} rows and {units} units of columns cannot be divided among blocks")
     return kernel, plan

@@ -1,15 +1,15 @@
 """What the kernels are called with: their arguments as C structures, and how a product is divided among blocks.
 
-A product's work is tiles of 16 rows by units of 256 columns. A cluster of `split` blocks takes a range of tiles; each
-of its blocks takes `warps` of the units side by side, all of its tiles, `tiles` of them at a time. :func:`plan` chooses
-these by shape, batch and width; nothing else does.
+A product's work is tiles of 16 rows by units of 256 columns. A block takes a range of tiles, `warps` units of them side
+by side, in `rounds` where there are more. Bytes come in stages, of `tiles` tiles or of one of `parts` of a tile's units.
+:func:`plan` chooses these by shape, batch and width; nothing else does.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,19 +20,15 @@ from otaro.precision import NARROWEST, WIDEST
 MOST_EXTRA = WIDEST.mantissa - NARROWEST.mantissa
 MOST_BATCH = 16
 """The largest batch that one product takes."""
-_SPLITS = (1, 2, 4, 7, 8)
-MOST_SPLIT = _SPLITS[-1]
-"""Blocks in a cluster that every GPU with clusters can hold."""
 _UNIT_BYTES, _BIT_BYTES, _SCALE_BYTES = 2048, 512, 64
-_HEAD_BYTES, _MOST_STAGES = 256, 16
+_MOST_STAGES, _MOST_SUMS = 16, 16
+_HEAD_BYTES = 512
 _RESERVED = 1024
 """Bytes of shared memory that the system keeps of every block's."""
-_STAGE_BYTES = 88 * 1024
-"""At most what is copied at a time: warps wait for each other after every stage, so few large ones are quicker."""
-_LEAST_STEPS = 2
-"""Steps of a block that has enough tiles, so that it computes while it copies."""
-_CLUSTER_WARPS = 8
-"""Warps of a block where columns are divided: two such blocks share a multiprocessor, one computes while one waits."""
+_STAGE_BYTES = 40 * 1024
+"""At most what is copied at a time, so that work begins soon and stages are filled again soon."""
+_SUMS_BYTES = 32 * 1024
+"""At most what sums take that wait for further rounds."""
 
 
 class CPlanes(ctypes.Structure):
@@ -56,10 +52,13 @@ class CMatvec(ctypes.Structure):
         ("batch", ctypes.c_int),
         ("bfloat", ctypes.c_int),
         ("stored", ctypes.c_int),
-        ("split", ctypes.c_int),
         ("warps", ctypes.c_int),
-        ("tiles_per_stage", ctypes.c_int),
+        ("rounds", ctypes.c_int),
+        ("wide", ctypes.c_int),
+        ("parts", ctypes.c_int),
+        ("tiles", ctypes.c_int),
         ("stage_memory", ctypes.c_int),
+        ("sums", ctypes.c_int),
         ("share", ctypes.c_int),
         ("rest", ctypes.c_int),
         ("gated", ctypes.c_int),
@@ -93,11 +92,13 @@ class Plan:
     """How a product is divided: see the head of this module. `columns` is the batch the kernel is made for."""
 
     columns: int
-    split: int
     warps: int
+    rounds: int
+    parts: int
     tiles: int
     stages: int
-    clusters: int
+    sums: int
+    blocks: int
     extra: int
 
     @property
@@ -106,13 +107,12 @@ class Plan:
 
     @property
     def stage_memory(self) -> int:
-        return self.stages * self.tiles * self.warps * unit_bytes(self.extra)
+        return self.stages * self.tiles * (self.warps // self.parts) * unit_bytes(self.extra)
 
-    def shared_bytes(self, rows: int) -> int:
-        """Shared memory of a block: barriers, stages, sums of the warps and, where columns are divided, results."""
-        results = -(-_tiles(rows) // self.clusters) if self.split > 1 else 0
-        sums = (2 * self.tiles * self.warps + results) * ROWS * self.columns * 4
-        return _HEAD_BYTES + self.stage_memory + sums
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: barriers, stages, sums of the warps."""
+        return _HEAD_BYTES + self.stage_memory + self.sums * self.tiles * self.warps * ROWS * self.columns * 4
 
 
 def unit_bytes(extra: int) -> int:
@@ -130,6 +130,10 @@ def most_warps(columns: int) -> int:
     return 8 if columns == MOST_BATCH else 16
 
 
+def most_threads(columns: int) -> int:
+    return 32 * most_warps(columns)
+
+
 def plan(
     rows: int,
     units: int,
@@ -137,46 +141,39 @@ def plan(
     batch: int,
     device: Device,
     *,
-    split: int | None = None,
+    parts: int | None = None,
     tiles: int | None = None,
     blocks: int | None = None,
-    most_clusters: int | None = None,
+    sums: int | None = None,
+    stages: int | None = None,
 ) -> Plan | None:
-    """How to divide a product, or None where it has too many columns for the device.
+    """How to divide a product, or None where the device cannot hold as much.
 
-    What is given is taken: clusters that can be at work at once, and choices that are being measured.
+    What is given is taken, for measuring other choices; `blocks` are those of a multiprocessor.
     """
     columns = kernel_columns(batch)
     limit = most_warps(columns)
-    if split is None:
-        # One block where the registers allow it, unless most multiprocessors would be left without work.
-        split = 1 if units <= limit else next((s for s in _SPLITS if -(-units // s) <= _CLUSTER_WARPS), MOST_SPLIT)
-        while split * 2 <= min(MOST_SPLIT, units) and _tiles(rows) * split * 4 <= device.processors:
-            split *= 2
-    warps = -(-units // split)
-    if warps > limit or split > MOST_SPLIT:
-        return None
-    most = blocks or max(limit // warps, 1)
-    for blocks in range(most, 0, -1):
-        clusters = min(_tiles(rows), max(blocks * device.processors // split, 1), most_clusters or _tiles(rows))
-        share = -(-_tiles(rows) // clusters)
-        count = tiles or max(1, min(_STAGE_BYTES // (warps * unit_bytes(extra)), share // _LEAST_STEPS))
-        room = device.shared // blocks - _RESERVED
-        for stages in range(min(_MOST_STAGES, -(-share // count)), 0, -1):
-            chosen = Plan(columns, split, warps, count, stages, clusters, extra)
-            if chosen.shared_bytes(rows) <= room:
+    rounds = -(-units // limit)
+    warps = -(-units // rounds)
+    unit = unit_bytes(extra)
+    for each in range(blocks or max(limit // warps, 1), 0, -1):
+        count = min(_tiles(rows), each * device.processors)
+        share = -(-_tiles(rows) // count)
+        room = device.shared // each - _RESERVED
+        stage = min(_STAGE_BYTES, room // 3)
+        divided = parts or next((p for p in (1, 2, 4) if warps % p == 0 and warps // p * unit <= stage), 1)
+        together = tiles or max(1, min(stage // (warps * unit), share // 2))
+        if rounds * divided > 1:
+            together = 1
+        steps = -(-share // together)
+        kept = sums or (2 if rounds == 1 else max(2, _SUMS_BYTES // (warps * ROWS * columns * 4)))
+        kept = min(kept, steps, _MOST_SUMS)
+        most = min(stages or _MOST_STAGES, steps * rounds * divided)
+        for some in range(max(most - most % divided, divided), 0, -divided):
+            chosen = Plan(columns, warps, rounds, divided, together, some, kept, count, extra)
+            if chosen.shared_bytes <= room:
                 return chosen
-    # Results of so many tiles do not fit: more clusters, one after the other.
-    return _in_waves(rows, Plan(columns, split, warps, 1, 1, clusters, extra), room)
-
-
-def _in_waves(rows: int, chosen: Plan, room: int) -> Plan | None:
-    """The same with as many clusters as make their results fit."""
-    while chosen.shared_bytes(rows) > room:
-        if chosen.clusters >= _tiles(rows):
-            return None
-        chosen = replace(chosen, clusters=min(2 * chosen.clusters, _tiles(rows)))
-    return chosen
+    return None
 
 
 def c_planes(fragments: Fragments, extra: int) -> CPlanes:
@@ -210,11 +207,14 @@ def matvec_call(
         math.prod(x.shape[:-1]),
         int(x.dtype == torch.bfloat16),
         NARROWEST.mantissa + extra,
-        chosen.split,
         chosen.warps,
+        chosen.rounds,
+        chosen.warps // chosen.parts,
+        chosen.parts,
         chosen.tiles,
         chosen.stage_memory,
-        *divmod(_tiles(fragments.rows), chosen.clusters),
+        chosen.sums,
+        *divmod(_tiles(fragments.rows), chosen.blocks),
         gated,
     )
 

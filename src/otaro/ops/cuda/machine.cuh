@@ -87,20 +87,20 @@ DEVICE void multiply_tile(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, cons
 
 DEVICE float shuffle(float value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
+DEVICE u32 shuffle_word(u32 value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
+// Counts one more, and gives how many there were; what was stored before is seen by those who count later.
+DEVICE u32 count_shared(int* counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "r"((u32)__cvta_generic_to_shared(counter))
+                 : "memory");
+    return before;
+}
+DEVICE void synchronize_warp() { __syncwarp(); }
 DEVICE void synchronize_block() { __syncthreads(); }
 
-// All blocks of a cluster, their shared memory seen by all.
-DEVICE void synchronize_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-DEVICE float load_cluster(const float* own, int rank) {
-    u32 address;
-    float value;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-    return value;
-}
 
 // A barrier in shared memory that counts the bytes of copies, and copies of whole blocks of bytes that report to it.
 DEVICE void barrier_init(u64* barrier, u32 arrivals) {
@@ -112,6 +112,9 @@ DEVICE void barriers_ready() {
 DEVICE void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
+}
+DEVICE void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 DEVICE void copy_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

@@ -10,12 +10,13 @@
 //
 // Operations on integers per weight, loads and products aside: 0.63 at E5M3, 1.16, 1.31, 1.84, 1.75, 2.28 at E5M8.
 //
-// A block takes `warps` units side by side, one for each warp, which keeps its part of x in registers, and walks down
-// the tiles of 16 rows; bytes come through a ring of stages in shared memory, copied in large blocks. Sums over warps go
-// through shared memory, over the blocks of a cluster (which divide the columns) through theirs, always in the same
-// order: equal calls give equal bits.
+// A block takes `warps` units side by side, one for each of its warps, which keep their part of x in registers, and walks
+// down the tiles of 16 rows; wider weights take several rounds over the same tiles. Bytes come through a ring of stages
+// in shared memory, copied in large blocks. Warps wait for their bytes alone, not for each other: the last of a stage's
+// readers has it filled again, and the last that adds to a tile sums up what all warps found, always in the same order:
+// equal calls give equal bits.
 
-constexpr int MOST_STAGES = 16, BARRIER_BYTES = 128, HEAD_BYTES = 256;
+constexpr int MOST_STAGES = 16, MOST_SUMS = 16, MOST_PARTS = 4, HEAD_BYTES = 512;
 
 struct Matvec {
     Planes planes;
@@ -23,9 +24,12 @@ struct Matvec {
     u16* y;              // [batch, rows]
     const int* mantissa; // in device memory, for the form that reads its width there
     int batch, bfloat, stored;
-    int split, warps, tiles_per_stage, stage_memory; // blocks of a cluster; warps, tiles and bytes of a block
-    int share, rest;                                 // tiles of a cluster, and how many clusters have one more
-    int gated;                                       // rows of y where it is silu(gate) · up, else 0
+    int warps, rounds;        // units side by side, and how often
+    int wide, parts;          // units of a stage side by side, and how many such parts are all
+    int tiles, stage_memory;  // tiles of a stage, bytes of all stages
+    int sums;                 // stages' tiles whose sums there is room for
+    int share, rest;          // tiles of a block, and how many blocks have one more
+    int gated;                // rows of y where it is silu(gate) · up, else 0
 };
 
 // Two half floats 2^exponent, into whose mantissas fields are put.
@@ -54,7 +58,7 @@ template <int WEIGHT> DEVICE void nibble_fields(u32 (&a)[4], u32 word) {
 // 16 columns of x for one lane's column of B: four steps of two words.
 template <int TILES> struct Activations {
     u32 words[TILES][4][8];
-    float start[TILES][4][4]; // what the accumulators of a group begin with
+    float start[TILES][4][2]; // what the accumulators of a group begin with
     float factor[TILES][2];   // what sums of the lane's two columns of the result are multiplied by
 };
 
@@ -80,6 +84,7 @@ template <bool ALIGNED> DEVICE void load_unit(u32 (&words)[4][8], const Matvec& 
     for (int s = 0; s < 4; s++)
         load_four<ALIGNED>(words[g][2 * s], words[g][2 * s + 1], call, row, column + 64 * g + 16 * s);
 }
+DEVICE bool aligned(const Matvec& call) { return (call.planes.columns & 3) == 0; }
 
 // bfloat16 becomes half float times a power of two, such that the largest of a row's 256 lies in [2^14, 2^15): eight
 // significant bits are kept down to 2^-31 of it.
@@ -108,14 +113,42 @@ DEVICE float scale_bfloats(u32 (&words)[4][8]) {
     return float_of_bits((u32)(254 - field) << 23);
 }
 
-template <int EXTRA, int TILES> DEVICE void load_activations(Activations<TILES>& x, const Matvec& call, int unit) {
-    int lane = thread_index() & 31, own = lane & 3;
+// A unit's columns of x on their way: of one row a lane has eight, asked for long before they are needed; of more rows
+// they are loaded where they are needed.
+template <int COLUMNS> struct Incoming {
+    u32 words[COLUMNS == 1 ? 4 : 1];
+
+    template <bool ALIGNED> DEVICE void load(const Matvec& call, int column) {
+        load_four<ALIGNED>(words[0], words[1], call, 0, column);
+        load_four<ALIGNED>(words[2], words[3], call, 0, column + 128);
+    }
+    DEVICE void ask(const Matvec& call, int unit) {
+        if constexpr (COLUMNS == 1) {
+            int column = 256 * unit + 4 * (thread_index() & 31);
+            aligned(call) ? load<true>(call, column) : load<false>(call, column);
+        }
+    }
+    // The words of a lane; of one row all columns of B are the same.
+    DEVICE void take(u32 (&taken)[4][8], const Matvec& call, int unit, int tile) const {
+        int lane = thread_index() & 31, own = lane & 3;
+        if constexpr (COLUMNS > 1) {
+            int row = 8 * tile + (lane >> 2), column = 256 * unit + 4 * own;
+            aligned(call) ? load_unit<true>(taken, call, row, column) : load_unit<false>(taken, call, row, column);
+        } else {
+            UNROLL
+            for (int g = 0; g < 4; g++) UNROLL
+            for (int j = 0; j < 8; j++)
+                taken[g][j] = shuffle_word(words[(g & 2) + (j & 1)], 16 * (g & 1) + 4 * (j >> 1) + own);
+        }
+    }
+};
+
+template <int EXTRA, int COLUMNS, int TILES>
+DEVICE void take_activations(Activations<TILES>& x, const Incoming<COLUMNS>& incoming, const Matvec& call, int unit) {
+    int own = thread_index() & 3;
     UNROLL
     for (int tile = 0; tile < TILES; tile++) {
-        if ((call.planes.columns & 3) == 0)
-            load_unit<true>(x.words[tile], call, 8 * tile + (lane >> 2), 256 * unit + 4 * own);
-        else
-            load_unit<false>(x.words[tile], call, 8 * tile + (lane >> 2), 256 * unit + 4 * own);
+        incoming.take(x.words[tile], call, unit, tile);
         float factor = call.bfloat ? scale_bfloats(x.words[tile]) : 1.0f;
         factor *= power_of_two(-2 - EXTRA);
         UNROLL
@@ -132,7 +165,7 @@ template <int EXTRA, int TILES> DEVICE void load_activations(Activations<TILES>&
             sum += shuffle_xor(sum, 1);
             sum += shuffle_xor(sum, 2);
             UNROLL
-            for (int j = 0; j < 4; j++) x.start[tile][g][j] = shuffle(sum, 4 * (2 * own + (j & 1)));
+            for (int j = 0; j < 2; j++) x.start[tile][g][j] = shuffle(sum, 4 * (2 * own + j));
         }
     }
 }
@@ -157,7 +190,7 @@ DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES>& x, 
         float total[TILES][4];
         UNROLL
         for (int tile = 0; tile < TILES; tile++) UNROLL
-        for (int j = 0; j < 4; j++) total[tile][j] = x.start[tile][g][j];
+        for (int j = 0; j < 4; j++) total[tile][j] = x.start[tile][g][j & 1];
         auto add = [&](const u32(&a)[4], int s) {
             UNROLL
             for (int tile = 0; tile < TILES; tile++)
@@ -215,70 +248,103 @@ DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES>& x, 
     }
 }
 
-// A block's share of the work: tiles of the rows, units of the columns, stages of its ring.
-struct Share {
-    int rank, begin, end, first_unit, units, stages;
+// A place in a block's work, which is done in this order: the tiles that there is room for sums of, and these in rounds;
+// of every round stages of some tiles, and of these parts side by side, each with its own stages.
+struct Place {
+    int first, round, sums; // the first tile that sums are kept of, and how many stages' tiles are before
+
+    DEVICE int tile(const Matvec& call) const { return first + sums * call.tiles; }
+    DEVICE void next(const Matvec& call, int end) {
+        if (++sums < call.sums && tile(call) < end) return;
+        sums = 0;
+        if (++round < call.rounds) return;
+        round = 0, first += call.sums * call.tiles;
+    }
 };
 
-// How shared memory is divided: barriers, the share (kept there because registers are scarce), the ring of stages, sums
-// of the warps for two steps, results of tiles that other blocks of the cluster add to.
+// At the beginning of shared memory; the ring of stages and sums of the warps follow.
+struct Head {
+    u64 filled[MOST_STAGES], summed[MOST_SUMS]; // barriers
+    int readers[MOST_STAGES], adders[MOST_SUMS]; // how many are done
+    Place ahead[MOST_PARTS];                     // what is to be copied next
+};
+
 template <int EXTRA, int COLUMNS> struct Block {
     static constexpr int UNIT = UNIT_BASE + EXTRA * UNIT_BITS + UNIT_SCALE;
     static constexpr int PARTS = EXTRA + 2;   // the base, the planes, the scales
     static constexpr int SUMS = 16 * COLUMNS; // floats of a tile's results
+    static_assert(sizeof(Head) <= HEAD_BYTES);
 
-    DEVICE static u64* barrier(int slot) { return (u64*)shared_memory() + slot; }
-    DEVICE static Share& share() { return *(Share*)(shared_memory() + BARRIER_BYTES); }
-    DEVICE static float* partial(const Matvec& call, int step) {
-        float* sums = (float*)(shared_memory() + HEAD_BYTES + call.stage_memory);
-        return sums + (step & 1) * call.tiles_per_stage * call.warps * SUMS;
+    DEVICE static Head& head() { return *(Head*)shared_memory(); }
+    // The sums of a stage's tiles: those of each warp, tile by tile.
+    DEVICE static float* sums(const Matvec& call, int sums) {
+        return (float*)(shared_memory() + HEAD_BYTES + call.stage_memory) + sums * call.tiles * call.warps * SUMS;
     }
-    DEVICE static float* results(const Matvec& call) {
-        return partial(call, 0) + 2 * (partial(call, 1) - partial(call, 0));
+    // Units of a stage.
+    DEVICE static int units(const Matvec& call) { return call.tiles * call.wide; }
+    DEVICE static int stages(const Matvec& call) {
+        int count = smaller(MOST_STAGES, call.stage_memory / (units(call) * UNIT));
+        return count - count % call.parts;
     }
 
-    // One thread: what the others will find.
+    DEVICE static int begin(const Matvec& call) {
+        return block_index() * call.share + smaller(block_index(), call.rest);
+    }
+    DEVICE static int end(const Matvec& call) { return begin(call) + call.share + (block_index() < call.rest); }
+
+    // One warp: the barriers, and the first copies.
     DEVICE static void prepare(const Matvec& call) {
-        int rank = block_index() % call.split;
-        int cluster = block_index() / call.split, units = smaller(call.warps, call.planes.units - rank * call.warps);
-        Share own;
-        own.rank = rank;
-        own.begin = cluster * call.share + smaller(cluster, call.rest);
-        own.end = own.begin + call.share + (cluster < call.rest);
-        own.first_unit = rank * call.warps;
-        own.units = units < 0 ? 0 : units;
-        own.stages = smaller(MOST_STAGES, call.stage_memory / (call.tiles_per_stage * call.warps * UNIT));
-        share() = own;
-        NO_UNROLL
-        for (int slot = 0; slot < own.stages; slot++) barrier_init(barrier(slot), call.warps);
+        const int lane = thread_index() & 31, count = stages(call), last = end(call);
+        if (lane < count) {
+            barrier_init(&head().filled[lane], 1);
+            store_shared(&head().readers[lane], 0);
+        }
+        if (lane < call.sums) {
+            barrier_init(&head().summed[lane], 1);
+            store_shared(&head().adders[lane], 0);
+        }
         barriers_ready();
+        synchronize_warp();
+        Place ahead = {begin(call), 0, 0};
+        NO_UNROLL
+        for (int slot = 0; slot < count; slot += call.parts, ahead.next(call, last))
+            if (ahead.first < last)
+                for (int part = 0; part < call.parts; part++) fetch(call, ahead, part, slot + part, last);
+        if (lane < call.parts) head().ahead[lane] = ahead;
     }
 
     DEVICE static int part_size(int index) { return index == 0 ? UNIT_BASE : index > EXTRA ? UNIT_SCALE : UNIT_BITS; }
 
-    // Where a stage keeps a part of its first unit.
+    // Where a stage keeps what its units have of the base, a plane or the scales.
     DEVICE static u8* part(const Matvec& call, int slot, int index) {
         int before = index == 0 ? 0 : UNIT_BASE + (index - 1) * UNIT_BITS;
-        return shared_memory() + HEAD_BYTES + call.tiles_per_stage * call.warps * (slot * UNIT + before);
+        return shared_memory() + HEAD_BYTES + units(call) * (slot * UNIT + before);
     }
 
-    // One thread of each warp: copies its share of a step's tiles into a stage that nobody reads any more.
-    DEVICE static void fetch(const Matvec& call, int step, int slot, int warp) {
-        int first = share().begin + step * call.tiles_per_stage, units = share().units;
-        int count = smaller(call.tiles_per_stage, share().end - first), bytes = 0;
-        if (count <= 0 || units == 0) return;
-        NO_UNROLL
-        for (int copy = warp; copy < count * PARTS; copy += call.warps) bytes += units * part_size(copy % PARTS);
-        barrier_expect(barrier(slot), bytes);
-        NO_UNROLL
-        for (int copy = warp; copy < count * PARTS; copy += call.warps) {
-            int tile = copy / PARTS, index = copy % PARTS, size = part_size(index);
-            const u8* from = index == 0      ? call.planes.base
-                             : index > EXTRA ? call.planes.scale
-                                             : call.planes.bits[index - 1];
-            from += ((long long)(first + tile) * call.planes.units + share().first_unit) * size;
-            copy_to_shared(part(call, slot, index) + tile * call.warps * size, from, units * size, barrier(slot));
+    // One warp: copies a place's bytes into a stage that nobody reads any more.
+    DEVICE static void fetch(const Matvec& call, const Place& place, int part, int slot, int end) {
+        const int lane = thread_index() & 31, tile = place.tile(call);
+        const int unit = place.round * call.warps + part * call.wide, there = smaller(call.wide, call.planes.units - unit);
+        const int count = there <= 0 ? 0 : there * smaller(call.tiles, end - tile);
+        if (lane == 0) barrier_expect(&head().filled[slot], count * UNIT);
+        synchronize_warp();
+        if (lane < PARTS && count > 0) {
+            const u8* from = lane == 0      ? call.planes.base
+                             : lane > EXTRA ? call.planes.scale
+                                            : call.planes.bits[lane - 1];
+            from += ((long long)tile * call.planes.units + unit) * part_size(lane);
+            copy_to_shared(Block::part(call, slot, lane), from, count * part_size(lane), &head().filled[slot]);
         }
+    }
+
+    // One warp, the last that has read a stage: has it filled again.
+    DEVICE static void fetch_next(const Matvec& call, int part, int slot, int end) {
+        Place ahead = head().ahead[part];
+        if ((thread_index() & 31) == 0) head().readers[slot] = 0;
+        if (ahead.first >= end) return;
+        fetch(call, ahead, part, slot, end);
+        ahead.next(call, end);
+        if ((thread_index() & 31) == 0) head().ahead[part] = ahead;
     }
 
     DEVICE static void store_result(const Matvec& call, int tile, int row, int column, float value) {
@@ -329,114 +395,122 @@ template <int EXTRA, int COLUMNS> struct Block {
     }
 };
 
-template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const Matvec& call) {
+// One warp, the last that has added to these tiles: what all have found becomes results.
+template <int EXTRA, int COLUMNS, bool GATED>
+DEVICE void sum_up(const Matvec& call, int slot, int tile, int count) {
     constexpr int TILES = COLUMNS > 8 ? 2 : 1, HELD = COLUMNS == 1 ? 1 : 4 * TILES;
     using Block = Block<EXTRA, COLUMNS>;
-    const int warp = thread_index() >> 5, lane = thread_index() & 31, tiles_per_stage = call.tiles_per_stage;
-    const Share& share = Block::share();
-    if (thread_index() == 0) Block::prepare(call);
-    synchronize_block();
-    if (lane == 0) {
-        NO_UNROLL
-        for (int step = 0; step < share.stages; step++) Block::fetch(call, step, step, warp);
-    }
-    start_next_kernel();
-    await_previous_kernel();
-    Activations<TILES> x;
-    if (warp < share.units) load_activations<EXTRA>(x, call, share.first_unit + warp);
-
-    int slot = 0, step = 0;
-    u32 phase = 0;
-    for (int first = share.begin; first < share.end; first += tiles_per_stage, step++) {
-        int count = smaller(tiles_per_stage, share.end - first);
-        float* partial = Block::partial(call, step);
-        if (warp < share.units) {
-            barrier_wait(Block::barrier(slot), phase);
-            NO_UNROLL
-            for (int tile = 0; tile < count; tile++) {
-                int unit = tile * call.warps + warp;
-                const u8* bits[EXTRA + 1];
-                UNROLL
-                for (int b = 0; b < EXTRA; b++) bits[b] = Block::part(call, slot, b + 1) + unit * UNIT_BITS;
-                float sums[TILES][4];
-                multiply_unit<EXTRA>(sums, x, Block::part(call, slot, 0) + unit * UNIT_BASE, bits,
-                                     Block::part(call, slot, EXTRA + 1) + unit * UNIT_SCALE);
+    const int lane = thread_index() & 31;
+    NO_UNROLL
+    for (int t = 0; t < count; t++) {
+        float sums[HELD];
+        UNROLL
+        for (int j = 0; j < HELD; j++) sums[j] = 0;
+        const float* from = Block::sums(call, slot) + t * call.warps * Block::SUMS;
+        for (int warp = 0; warp < call.warps; warp++, from += Block::SUMS) {
+            if constexpr (COLUMNS == 1) {
+                sums[0] += load_shared(from + (lane & 15));
+            } else {
                 UNROLL
                 for (int n = 0; n < TILES; n++) {
-                    float4 scaled = {sums[n][0] * x.factor[n][0], sums[n][1] * x.factor[n][1],
-                                     sums[n][2] * x.factor[n][0], sums[n][3] * x.factor[n][1]};
-                    if constexpr (COLUMNS > 1) {
-                        store_shared((float4*)(partial + unit * Block::SUMS) + n * 32 + lane, scaled);
-                    } else if ((lane & 3) == 0) {
-                        store_shared(partial + unit * 16 + (lane >> 2), scaled.x);
-                        store_shared(partial + unit * 16 + (lane >> 2) + 8, scaled.z);
-                    }
+                    float4 part = load_shared((const float4*)from + n * 32 + lane);
+                    sums[4 * n] += part.x, sums[4 * n + 1] += part.y, sums[4 * n + 2] += part.z,
+                        sums[4 * n + 3] += part.w;
                 }
             }
         }
-        synchronize_block();
-        if (lane == 0) Block::fetch(call, step + share.stages, slot, warp);
-        // Each tile is summed up by one warp, while the others begin with the next.
-        for (int tile = warp; tile < count; tile += call.warps) {
-            if (!GATED && COLUMNS == 1 && lane >= 16) continue;
-            float sums[HELD];
+        if constexpr (GATED) {
+            Block::store_gates(call, tile + t, lane, sums);
+        } else if (COLUMNS > 1 || lane < 16) {
             UNROLL
-            for (int j = 0; j < HELD; j++) sums[j] = 0;
-            for (int unit = tile * call.warps; unit < tile * call.warps + share.units; unit++) {
-                if constexpr (COLUMNS == 1) {
-                    sums[0] += load_shared(partial + unit * 16 + (lane & 15));
-                } else {
+            for (int j = 0; j < HELD; j++) Block::store_results(call, tile + t, lane, j, sums[j]);
+        }
+    }
+    synchronize_warp();
+    if (lane == 0) {
+        Block::head().adders[slot] = 0;
+        barrier_arrive(&Block::head().summed[slot]);
+    }
+}
+
+// Whether a warp is the last of so many to come here; what the others have stored is seen then.
+DEVICE bool is_last(int* counter, int count) {
+    synchronize_warp();
+    u32 before = 0;
+    if ((thread_index() & 31) == 0) before = count_shared(counter);
+    return shuffle_word(before, 0) == count - 1;
+}
+
+template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const Matvec& call) {
+    constexpr int TILES = COLUMNS > 8 ? 2 : 1;
+    using Block = Block<EXTRA, COLUMNS>;
+    const int warp = thread_index() >> 5, lane = thread_index() & 31;
+    if (warp == 0) Block::prepare(call);
+    start_next_kernel();
+    await_previous_kernel();
+    Incoming<COLUMNS> incoming;
+    incoming.ask(call, warp);
+    synchronize_block();
+
+    const int begin = Block::begin(call), end = Block::end(call), stages = Block::stages(call);
+    const int part = warp / call.wide, column = warp % call.wide;
+    Activations<TILES> x;
+    int slot = part;
+    u32 phase = 0, turn = 1;
+    for (int first = begin; first < end; first += call.sums * call.tiles, turn ^= 1) {
+        int round = 0;
+        for (int unit = warp; round < call.rounds; unit += call.warps, round++) {
+            if ((call.rounds > 1 || first == begin) && unit < call.planes.units) {
+                take_activations<EXTRA>(x, incoming, call, unit);
+                int next = unit + call.warps < call.planes.units ? unit + call.warps : warp;
+                if (call.rounds > 1) incoming.ask(call, next);
+            }
+            for (int sums = 0, tile = first; sums < call.sums && tile < end; sums++, tile += call.tiles) {
+                const int count = smaller(call.tiles, end - tile);
+                if (round == 0) barrier_wait(&Block::head().summed[sums], turn);
+                barrier_wait(&Block::head().filled[slot], phase);
+                if (unit < call.planes.units)
+                    NO_UNROLL
+                for (int t = 0; t < count; t++) {
+                    const int place = t * call.wide + column;
+                    const u8* bits[EXTRA + 1];
+                    UNROLL
+                    for (int b = 0; b < EXTRA; b++) bits[b] = Block::part(call, slot, b + 1) + place * UNIT_BITS;
+                    float sum[TILES][4];
+                    multiply_unit<EXTRA>(sum, x, Block::part(call, slot, 0) + place * UNIT_BASE, bits,
+                                         Block::part(call, slot, EXTRA + 1) + place * UNIT_SCALE);
+                    float* to = Block::sums(call, sums) + (t * call.warps + warp) * Block::SUMS;
                     UNROLL
                     for (int n = 0; n < TILES; n++) {
-                        float4 part = load_shared((const float4*)(partial + unit * Block::SUMS) + n * 32 + lane);
-                        sums[4 * n] += part.x, sums[4 * n + 1] += part.y, sums[4 * n + 2] += part.z,
-                            sums[4 * n + 3] += part.w;
+                        float4 scaled = {sum[n][0] * x.factor[n][0], sum[n][1] * x.factor[n][1],
+                                         sum[n][2] * x.factor[n][0], sum[n][3] * x.factor[n][1]};
+                        if constexpr (COLUMNS > 1) {
+                            float4* own = (float4*)to + n * 32 + lane;
+                            if (round > 0) {
+                                float4 before = load_shared(own);
+                                scaled.x += before.x, scaled.y += before.y;
+                                scaled.z += before.z, scaled.w += before.w;
+                            }
+                            store_shared(own, scaled);
+                        } else if ((lane & 3) == 0) {
+                            float* own = to + (lane >> 2);
+                            if (round > 0) scaled.x += load_shared(own), scaled.z += load_shared(own + 8);
+                            store_shared(own, scaled.x);
+                            store_shared(own + 8, scaled.z);
+                        }
                     }
                 }
+                bool last = is_last(&Block::head().readers[slot], call.wide);
+                if (last) Block::fetch_next(call, part, slot, end);
+                if (round + 1 == call.rounds) {
+                    if (call.parts > 1) last = is_last(&Block::head().adders[sums], call.warps);
+                    if (last) sum_up<EXTRA, COLUMNS, GATED>(call, sums, tile, count);
+                }
+                slot += call.parts;
+                if (slot >= stages) slot -= stages, phase ^= 1;
             }
-            if constexpr (GATED) {
-                if (call.split == 1) Block::store_gates(call, first + tile, lane, sums);
-                if (call.split == 1 || (COLUMNS == 1 && lane >= 16)) continue;
-            }
-            UNROLL
-            for (int j = 0; j < HELD; j++)
-                if (call.split == 1)
-                    Block::store_results(call, first + tile, lane, j, sums[j]);
-                else if constexpr (COLUMNS == 1)
-                    store_shared(Block::results(call) + (first - share.begin + tile) * 16 + lane, sums[j]);
-                else
-                    store_shared(Block::results(call) + ((first - share.begin + tile) * HELD + j) * 32 + lane, sums[j]);
         }
-        if (++slot == share.stages) slot = 0, phase ^= 1;
     }
-    if (call.split == 1) return;
-
-    synchronize_cluster();
-    if constexpr (GATED) {
-        for (int tile = share.rank * call.warps + warp; tile < share.end - share.begin;
-             tile += call.split * call.warps) {
-            float sums[HELD];
-            UNROLL
-            for (int j = 0; j < HELD; j++) {
-                int place = COLUMNS == 1 ? tile * 16 + (lane & 15) : (tile * HELD + j) * 32 + lane;
-                sums[j] = 0;
-                for (int rank = 0; rank < call.split; rank++)
-                    sums[j] += load_cluster(Block::results(call) + place, rank);
-            }
-            Block::store_gates(call, share.begin + tile, lane, sums);
-        }
-        synchronize_cluster();
-        return;
-    }
-    for (int tile = share.rank * call.warps + warp; tile < share.end - share.begin; tile += call.split * call.warps)
-        if (COLUMNS > 1 || lane < 16) UNROLL
-    for (int j = 0; j < HELD; j++) {
-        const float* from = Block::results(call) + (COLUMNS == 1 ? tile * 16 : (tile * HELD + j) * 32) + lane;
-        float sum = 0;
-        for (int rank = 0; rank < call.split; rank++) sum += load_cluster(from, rank);
-        Block::store_results(call, share.begin + tile, lane, j, sum);
-    }
-    synchronize_cluster();
 }
 
 // The width is read when the kernel runs: one captured graph serves every width.
