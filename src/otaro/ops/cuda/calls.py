@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otaro.ops.cuda.layout import ROWS, Fragments
+from otaro.ops.cuda.layout import COLUMNS, ROWS, Fragments
 from otaro.precision import NARROWEST, WIDEST
 
 MOST_EXTRA = WIDEST.mantissa - NARROWEST.mantissa
-MOST_BATCH = 16
-"""The largest batch that one product takes."""
+MOST_BATCH, MOST_COLUMNS = 16, 32768
+"""The largest batch that one product takes, and the most columns."""
 _UNIT_BYTES, _BIT_BYTES, _SCALE_BYTES = 2048, 512, 64
 _MOST_STAGES, _MOST_SUMS = 16, 16
-_HEAD_BYTES = 512
+_HEAD_BYTES = 1024
 _RESERVED = 1024
 """Bytes of shared memory that the system keeps of every block's."""
 _STAGE_BYTES = 40 * 1024
@@ -39,6 +39,26 @@ class CPlanes(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
         ("units", ctypes.c_int),
+    )
+
+
+class CStream(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("delta", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
+        ("epsilon", ctypes.c_float),
+        ("bfloat", ctypes.c_int),
+    )
+
+
+class CNorm(ctypes.Structure):
+    _fields_ = (
+        ("stream", CStream),
+        ("out", ctypes.c_void_p),
+        ("columns", ctypes.c_int),
+        ("bfloat", ctypes.c_int),
     )
 
 
@@ -62,6 +82,7 @@ class CMatvec(ctypes.Structure):
         ("share", ctypes.c_int),
         ("rest", ctypes.c_int),
         ("gated", ctypes.c_int),
+        ("stream", CStream),
     )
 
 
@@ -153,6 +174,8 @@ def plan(
     """
     columns = kernel_columns(batch)
     limit = most_warps(columns)
+    if units > MOST_COLUMNS // COLUMNS:
+        return None
     rounds = -(-units // limit)
     warps = -(-units // rounds)
     unit = unit_bytes(extra)
@@ -188,6 +211,45 @@ def c_planes(fragments: Fragments, extra: int) -> CPlanes:
     )
 
 
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream in float32, the last product, which is to be added to it, and the norm that follows.
+
+    `sum` is where the new stream is kept, which may be where the old one is if a norm alone is made.
+    """
+
+    x: Tensor
+    delta: Tensor | None
+    weight: Tensor
+    sum: Tensor
+    epsilon: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether rows are of whole fours, as kernels read them."""
+        columns = self.x.shape[-1]
+        tensors = (self.x, self.weight, self.sum, *(() if self.delta is None else (self.delta,)))
+        return columns % 4 == 0 and columns <= MOST_COLUMNS and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def _stream(stream: Stream | None) -> CStream:
+    if stream is None:
+        return CStream()
+    delta = stream.delta
+    return CStream(
+        stream.x.data_ptr(),
+        None if delta is None else delta.data_ptr(),
+        stream.weight.data_ptr(),
+        stream.sum.data_ptr(),
+        stream.epsilon,
+        int(delta is not None and delta.dtype == torch.bfloat16),
+    )
+
+
+def norm_call(stream: Stream, out: Tensor) -> CNorm:
+    return CNorm(_stream(stream), out.data_ptr(), out.shape[-1], int(out.dtype == torch.bfloat16))
+
+
 def matvec_call(
     x: Tensor,
     fragments: Fragments,
@@ -197,7 +259,9 @@ def matvec_call(
     chosen: Plan,
     mantissa: Tensor | None,
     gated: int = 0,
+    stream: Stream | None = None,
 ) -> CMatvec:
+    """`x` is what the kernel reads or, of a `stream`, of the type and shape of its norm."""
     return CMatvec(
         c_planes(fragments, extra),
         x.data_ptr(),
@@ -216,6 +280,7 @@ def matvec_call(
         chosen.sums,
         *divmod(_tiles(fragments.rows), chosen.blocks),
         gated,
+        _stream(stream),
     )
 
 

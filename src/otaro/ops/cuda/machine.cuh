@@ -35,6 +35,14 @@ DEVICE uint2 load_fresh(const uint2* from) {
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(from) : "memory");
     return value;
 }
+DEVICE float4 load_fresh(const float4* from) {
+    float4 value;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "l"(from)
+                 : "memory");
+    return value;
+}
 
 DEVICE u32 rotate_right(u32 word, int count) { return __funnelshift_r(word, word, count); }
 DEVICE u32 permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
@@ -73,6 +81,11 @@ DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a,
 DEVICE float exponential(float value) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
+    return result;
+}
+DEVICE float reciprocal_root(float value) {
+    float result;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
     return result;
 }
 // A product that is never fused with a sum.

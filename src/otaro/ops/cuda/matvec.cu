@@ -16,7 +16,7 @@
 // readers has it filled again, and the last that adds to a tile sums up what all warps found, always in the same order:
 // equal calls give equal bits.
 
-constexpr int MOST_STAGES = 16, MOST_SUMS = 16, MOST_PARTS = 4, HEAD_BYTES = 512;
+constexpr int MOST_STAGES = 16, MOST_SUMS = 16, MOST_PARTS = 4, MOST_UNITS = 128, HEAD_BYTES = 1024;
 
 struct Matvec {
     Planes planes;
@@ -30,6 +30,7 @@ struct Matvec {
     int sums;                 // stages' tiles whose sums there is room for
     int share, rest;          // tiles of a block, and how many blocks have one more
     int gated;                // rows of y where it is silu(gate) · up, else 0
+    Stream stream;            // one row of which x is the norm, instead of x
 };
 
 // Two half floats 2^exponent, into whose mantissas fields are put.
@@ -117,6 +118,7 @@ DEVICE float scale_bfloats(u32 (&words)[4][8]) {
 // they are loaded where they are needed.
 template <int COLUMNS> struct Incoming {
     u32 words[COLUMNS == 1 ? 4 : 1];
+    float factor; // of the norm
 
     template <bool ALIGNED> DEVICE void load(const Matvec& call, int column) {
         load_four<ALIGNED>(words[0], words[1], call, 0, column);
@@ -124,6 +126,12 @@ template <int COLUMNS> struct Incoming {
     }
     DEVICE void ask(const Matvec& call, int unit) {
         if constexpr (COLUMNS == 1) {
+            if (call.stream.x != nullptr) {
+                float value[8], weight[8];
+                load_norm(weight, call.stream, call.planes.columns, unit);
+                load_stream(value, call.stream, 0, call.planes.columns, unit);
+                return normed_words(words, value, factor, weight, call.bfloat);
+            }
             int column = 256 * unit + 4 * (thread_index() & 31);
             aligned(call) ? load<true>(call, column) : load<false>(call, column);
         }
@@ -142,6 +150,30 @@ template <int COLUMNS> struct Incoming {
         }
     }
 };
+
+// What there is of x at first. Of a stream every block makes the norm; the first of them keeps the new stream.
+template <int COLUMNS> DEVICE void begin_activations(Incoming<COLUMNS>& incoming, const Matvec& call, float* squares) {
+    const int warp = thread_index() >> 5, columns = call.planes.columns;
+    if (COLUMNS > 1 || call.stream.x == nullptr) {
+        await_previous_kernel();
+        return incoming.ask(call, warp);
+    }
+    if constexpr (COLUMNS == 1) {
+        float value[8], weight[8];
+        load_norm(weight, call.stream, columns, warp);
+        await_previous_kernel();
+        for (int unit = warp; unit < call.planes.units; unit += call.warps) {
+            load_stream(value, call.stream, 0, columns, unit);
+            const float sum = unit_squares(value);
+            if ((thread_index() & 31) == 0) store_shared(squares + unit, sum);
+            if (block_index() == 0 && call.stream.delta != nullptr) keep_stream(value, call.stream, 0, columns, unit);
+        }
+        synchronize_block();
+        incoming.factor = norm_factor(squares, call.planes.units, columns, call.stream.epsilon);
+        if (call.rounds > 1) return incoming.ask(call, warp);
+        normed_words(incoming.words, value, incoming.factor, weight, call.bfloat);
+    }
+}
 
 template <int EXTRA, int COLUMNS, int TILES>
 DEVICE void take_activations(Activations<TILES>& x, const Incoming<COLUMNS>& incoming, const Matvec& call, int unit) {
@@ -267,6 +299,8 @@ struct Head {
     u64 filled[MOST_STAGES], summed[MOST_SUMS]; // barriers
     int readers[MOST_STAGES], adders[MOST_SUMS]; // how many are done
     Place ahead[MOST_PARTS];                     // what is to be copied next
+    float squares[MOST_UNITS];                   // of the stream, unit by unit
+    int end, stages;                             // here because registers are scarce
 };
 
 template <int EXTRA, int COLUMNS> struct Block {
@@ -287,14 +321,17 @@ template <int EXTRA, int COLUMNS> struct Block {
         return count - count % call.parts;
     }
 
+    // Which of the parts side by side, a power of two, a stage belongs to.
+    DEVICE static int part_of(const Matvec& call, int slot) { return slot & (call.parts - 1); }
+
     DEVICE static int begin(const Matvec& call) {
         return block_index() * call.share + smaller(block_index(), call.rest);
     }
-    DEVICE static int end(const Matvec& call) { return begin(call) + call.share + (block_index() < call.rest); }
 
     // One warp: the barriers, and the first copies.
     DEVICE static void prepare(const Matvec& call) {
-        const int lane = thread_index() & 31, count = stages(call), last = end(call);
+        const int lane = thread_index() & 31, count = stages(call);
+        const int last = begin(call) + call.share + (block_index() < call.rest);
         if (lane < count) {
             barrier_init(&head().filled[lane], 1);
             store_shared(&head().readers[lane], 0);
@@ -311,6 +348,7 @@ template <int EXTRA, int COLUMNS> struct Block {
             if (ahead.first < last)
                 for (int part = 0; part < call.parts; part++) fetch(call, ahead, part, slot + part, last);
         if (lane < call.parts) head().ahead[lane] = ahead;
+        if (lane == 0) head().end = last, head().stages = count;
     }
 
     DEVICE static int part_size(int index) { return index == 0 ? UNIT_BASE : index > EXTRA ? UNIT_SCALE : UNIT_BITS; }
@@ -338,7 +376,8 @@ template <int EXTRA, int COLUMNS> struct Block {
     }
 
     // One warp, the last that has read a stage: has it filled again.
-    DEVICE static void fetch_next(const Matvec& call, int part, int slot, int end) {
+    DEVICE static void fetch_next(const Matvec& call, int part, int slot) {
+        const int end = head().end;
         Place ahead = head().ahead[part];
         if ((thread_index() & 31) == 0) head().readers[slot] = 0;
         if (ahead.first >= end) return;
@@ -447,32 +486,30 @@ template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const M
     const int warp = thread_index() >> 5, lane = thread_index() & 31;
     if (warp == 0) Block::prepare(call);
     start_next_kernel();
-    await_previous_kernel();
     Incoming<COLUMNS> incoming;
-    incoming.ask(call, warp);
+    begin_activations(incoming, call, Block::head().squares);
     synchronize_block();
 
-    const int begin = Block::begin(call), end = Block::end(call), stages = Block::stages(call);
-    const int part = warp / call.wide, column = warp % call.wide;
+    const Head& head = Block::head();
     Activations<TILES> x;
-    int slot = part;
+    int slot = warp / call.wide;
     u32 phase = 0, turn = 1;
-    for (int first = begin; first < end; first += call.sums * call.tiles, turn ^= 1) {
+    for (int first = Block::begin(call); first < head.end; first += call.sums * call.tiles, turn ^= 1) {
         int round = 0;
         for (int unit = warp; round < call.rounds; unit += call.warps, round++) {
-            if ((call.rounds > 1 || first == begin) && unit < call.planes.units) {
+            if ((call.rounds > 1 || first == Block::begin(call)) && unit < call.planes.units) {
                 take_activations<EXTRA>(x, incoming, call, unit);
                 int next = unit + call.warps < call.planes.units ? unit + call.warps : warp;
                 if (call.rounds > 1) incoming.ask(call, next);
             }
-            for (int sums = 0, tile = first; sums < call.sums && tile < end; sums++, tile += call.tiles) {
-                const int count = smaller(call.tiles, end - tile);
+            for (int sums = 0, tile = first; sums < call.sums && tile < head.end; sums++, tile += call.tiles) {
+                const int count = smaller(call.tiles, head.end - tile);
                 if (round == 0) barrier_wait(&Block::head().summed[sums], turn);
                 barrier_wait(&Block::head().filled[slot], phase);
                 if (unit < call.planes.units)
                     NO_UNROLL
                 for (int t = 0; t < count; t++) {
-                    const int place = t * call.wide + column;
+                    const int place = t * call.wide + warp - Block::part_of(call, slot) * call.wide;
                     const u8* bits[EXTRA + 1];
                     UNROLL
                     for (int b = 0; b < EXTRA; b++) bits[b] = Block::part(call, slot, b + 1) + place * UNIT_BITS;
@@ -501,13 +538,13 @@ template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const M
                     }
                 }
                 bool last = is_last(&Block::head().readers[slot], call.wide);
-                if (last) Block::fetch_next(call, part, slot, end);
+                if (last) Block::fetch_next(call, Block::part_of(call, slot), slot);
                 if (round + 1 == call.rounds) {
                     if (call.parts > 1) last = is_last(&Block::head().adders[sums], call.warps);
                     if (last) sum_up<EXTRA, COLUMNS, GATED>(call, sums, tile, count);
                 }
                 slot += call.parts;
-                if (slot >= stages) slot -= stages, phase ^= 1;
+                if (slot >= head.stages) slot -= head.stages, phase ^= 1;
             }
         }
     }
