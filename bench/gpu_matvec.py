@@ -153,11 +153,7 @@ def weight_bytes(rows: int, columns: int, extra: int) -> int:
 
 def plans_to_try(units: int, columns: int) -> list[dict[str, int]]:
     """Ways to divide a product that are worth a measurement, the likeliest first."""
-    most = calls.most_warps(columns)
-    rounds = -(-units // most)
-    warps = -(-units // rounds)
-    parts = [count for count in (1, 2, 4) if warps % count == 0]
-    return [{"parts": count} for count in parts] + [{"sums": 4}, {"sums": 1}]
+    return [{"lag": 1}, {"lag": 2}, {"sums": 2}, {"sums": 8}, {"tiles": 2}]
 
 
 def measure_width(
@@ -173,8 +169,8 @@ def measure_width(
     def attempt(label: str, overlap: bool = False, dynamic: bool = False, **choices: int) -> None:
         try:
             launch, plan = product_launch(used, x, extra, overlap, dynamic, choices)
-            label += f": {plan.warps} warps, {plan.rounds} rounds, {plan.parts} parts, {plan.tiles} tiles"
-            label += f", {plan.stages} stages, {plan.sums} sums, {plan.blocks} blocks"
+            label += f": {plan.warps} warps, {plan.rounds} rounds, {plan.tiles} tiles"
+            label += f", {plan.stages} stages, {plan.sums} sums, lag {plan.lag}, {plan.blocks} blocks"
             tried[label] = seconds_each(launch, len(used)) * 1e6
         except (ValueError, RuntimeError) as error:
             failed.append(f"{label} {choices}: {error}")

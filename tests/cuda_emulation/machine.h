@@ -307,7 +307,6 @@ DEVICE void multiply_tile(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, cons
 DEVICE float shuffle(float value, int lane) { return machine::exchange({{}, {}, {value}})[lane].c[0]; }
 DEVICE float shuffle_xor(float value, int mask) { return shuffle(value, (thread_index() % 32) ^ mask); }
 DEVICE u32 shuffle_word(u32 value, int lane) { return machine::exchange({{value}, {}, {}})[lane].a[0]; }
-DEVICE u32 count_shared(int* counter) { return machine::check_shared(counter, 4), (*counter)++; }
 DEVICE void synchronize_warp() { machine::gather(machine::own_warp(), 32); }
 DEVICE void synchronize_block() { machine::gather(machine::blocks[machine::current->block].barrier, machine::threads); }
 DEVICE void barrier_init(u64* barrier, u32 arrivals) {

@@ -1,7 +1,7 @@
 """What the kernels are called with: their arguments as C structures, and how a product is divided among blocks.
 
 A product's work is tiles of 16 rows by units of 256 columns. A block takes a range of tiles, `warps` units of them side
-by side, in `rounds` where there are more. Bytes come in stages, of `tiles` tiles or of one of `parts` of a tile's units.
+by side, in `rounds` where there are more. Bytes come in stages of `tiles` tiles.
 :func:`plan` chooses these by shape, batch and width; nothing else does.
 """
 
@@ -27,6 +27,8 @@ _RESERVED = 1024
 """Bytes of shared memory that the system keeps of every block's."""
 _STAGE_BYTES = 40 * 1024
 """At most what is copied at a time, so that work begins soon and stages are filled again soon."""
+_SUMS = 4
+"""Stages whose sums there is room for, so that warps need not wait until they are summed up."""
 _SUMS_BYTES = 32 * 1024
 """At most what sums take that wait for further rounds."""
 
@@ -74,11 +76,10 @@ class CMatvec(ctypes.Structure):
         ("stored", ctypes.c_int),
         ("warps", ctypes.c_int),
         ("rounds", ctypes.c_int),
-        ("wide", ctypes.c_int),
-        ("parts", ctypes.c_int),
         ("tiles", ctypes.c_int),
         ("stage_memory", ctypes.c_int),
         ("sums", ctypes.c_int),
+        ("lag", ctypes.c_int),
         ("share", ctypes.c_int),
         ("rest", ctypes.c_int),
         ("gated", ctypes.c_int),
@@ -115,10 +116,10 @@ class Plan:
     columns: int
     warps: int
     rounds: int
-    parts: int
     tiles: int
     stages: int
     sums: int
+    lag: int
     blocks: int
     extra: int
 
@@ -128,7 +129,7 @@ class Plan:
 
     @property
     def stage_memory(self) -> int:
-        return self.stages * self.tiles * (self.warps // self.parts) * unit_bytes(self.extra)
+        return self.stages * self.tiles * self.warps * unit_bytes(self.extra)
 
     @property
     def shared_bytes(self) -> int:
@@ -162,11 +163,11 @@ def plan(
     batch: int,
     device: Device,
     *,
-    parts: int | None = None,
     tiles: int | None = None,
     blocks: int | None = None,
     sums: int | None = None,
     stages: int | None = None,
+    lag: int | None = None,
 ) -> Plan | None:
     """How to divide a product, or None where the device cannot hold as much.
 
@@ -183,19 +184,18 @@ def plan(
         count = min(_tiles(rows), each * device.processors)
         share = -(-_tiles(rows) // count)
         room = device.shared // each - _RESERVED
-        stage = min(_STAGE_BYTES, room // 3)
-        divided = parts or next((p for p in (1, 2, 4) if warps % p == 0 and warps // p * unit <= stage), 1)
-        together = tiles or max(1, min(stage // (warps * unit), share // 2))
-        if rounds * divided > 1:
+        together = tiles or max(1, min(min(_STAGE_BYTES, room // 3) // (warps * unit), share // 2))
+        if rounds > 1:
             together = 1
         steps = -(-share // together)
-        kept = sums or (2 if rounds == 1 else max(2, _SUMS_BYTES // (warps * ROWS * columns * 4)))
+        kept = sums or (_SUMS if rounds == 1 else max(_SUMS, _SUMS_BYTES // (warps * ROWS * columns * 4)))
         kept = min(kept, steps, _MOST_SUMS)
-        most = min(stages or _MOST_STAGES, steps * rounds * divided)
-        for some in range(max(most - most % divided, divided), 0, -divided):
-            chosen = Plan(columns, warps, rounds, divided, together, some, kept, count, extra)
-            if chosen.shared_bytes <= room:
-                return chosen
+        for some in range(min(stages or _MOST_STAGES, steps * rounds), 0, -1):
+            for fewer in (kept, 1)[: 1 if some > 1 else 2]:
+                later = min(lag or (2 if some > 3 else 1), some, fewer)
+                chosen = Plan(columns, warps, rounds, together, some, fewer, later, count, extra)
+                if chosen.shared_bytes <= room:
+                    return chosen
     return None
 
 
@@ -273,11 +273,10 @@ def matvec_call(
         NARROWEST.mantissa + extra,
         chosen.warps,
         chosen.rounds,
-        chosen.warps // chosen.parts,
-        chosen.parts,
         chosen.tiles,
         chosen.stage_memory,
         chosen.sums,
+        chosen.lag,
         *divmod(_tiles(fragments.rows), chosen.blocks),
         gated,
         _stream(stream),

@@ -101,15 +101,6 @@ DEVICE void multiply_tile(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, cons
 DEVICE float shuffle(float value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
 DEVICE u32 shuffle_word(u32 value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
-// Counts one more, and gives how many there were; what was stored before is seen by those who count later.
-DEVICE u32 count_shared(int* counter) {
-    u32 before;
-    asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "r"((u32)__cvta_generic_to_shared(counter))
-                 : "memory");
-    return before;
-}
 DEVICE void synchronize_warp() { __syncwarp(); }
 DEVICE void synchronize_block() { __syncthreads(); }
 

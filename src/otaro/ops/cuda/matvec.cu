@@ -12,11 +12,11 @@
 //
 // A block takes `warps` units side by side, one for each of its warps, which keep their part of x in registers, and walks
 // down the tiles of 16 rows; wider weights take several rounds over the same tiles. Bytes come through a ring of stages
-// in shared memory, copied in large blocks. Warps wait for their bytes alone, not for each other: the last of a stage's
-// readers has it filled again, and the last that adds to a tile sums up what all warps found, always in the same order:
-// equal calls give equal bits.
+// in shared memory, copied in large blocks. Warps wait for their bytes alone, not for each other. They take turns to
+// look after a stage that all have read, a step or two later: to have it filled again, and to sum up what all found,
+// always in the same order: equal calls give equal bits.
 
-constexpr int MOST_STAGES = 16, MOST_SUMS = 16, MOST_PARTS = 4, MOST_UNITS = 128, HEAD_BYTES = 1024;
+constexpr int MOST_STAGES = 16, MOST_SUMS = 16, MOST_UNITS = 128, HEAD_BYTES = 1024;
 
 struct Matvec {
     Planes planes;
@@ -24,10 +24,10 @@ struct Matvec {
     u16* y;              // [batch, rows]
     const int* mantissa; // in device memory, for the form that reads its width there
     int batch, bfloat, stored;
-    int warps, rounds;        // units side by side, and how often
-    int wide, parts;          // units of a stage side by side, and how many such parts are all
-    int tiles, stage_memory;  // tiles of a stage, bytes of all stages
-    int sums;                 // stages' tiles whose sums there is room for
+    int warps, rounds;       // units side by side, and how often
+    int tiles, stage_memory; // tiles of a stage, bytes of all stages
+    int sums;                // stages' tiles whose sums there is room for
+    int lag;                 // how many steps later a stage is looked after, at most `sums` and the stages
     int share, rest;          // tiles of a block, and how many blocks have one more
     int gated;                // rows of y where it is silu(gate) · up, else 0
     Stream stream;            // one row of which x is the norm, instead of x
@@ -280,27 +280,16 @@ DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES>& x, 
     }
 }
 
-// A place in a block's work, which is done in this order: the tiles that there is room for sums of, and these in rounds;
-// of every round stages of some tiles, and of these parts side by side, each with its own stages.
-struct Place {
-    int first, round, sums; // the first tile that sums are kept of, and how many stages' tiles are before
-
-    DEVICE int tile(const Matvec& call) const { return first + sums * call.tiles; }
-    DEVICE void next(const Matvec& call, int end) {
-        if (++sums < call.sums && tile(call) < end) return;
-        sums = 0;
-        if (++round < call.rounds) return;
-        round = 0, first += call.sums * call.tiles;
-    }
-};
-
 // At the beginning of shared memory; the ring of stages and sums of the warps follow.
 struct Head {
-    u64 filled[MOST_STAGES], summed[MOST_SUMS]; // barriers
-    int readers[MOST_STAGES], adders[MOST_SUMS]; // how many are done
-    Place ahead[MOST_PARTS];                     // what is to be copied next
-    float squares[MOST_UNITS];                   // of the stream, unit by unit
-    int end, stages;                             // here because registers are scarce
+    u64 filled[MOST_STAGES], emptied[MOST_STAGES], summed[MOST_SUMS]; // barriers
+    float squares[MOST_UNITS];                                         // of the stream, unit by unit
+};
+
+// A step of a block's work: tiles of a stage in one of the rounds. Tiles that there is room for sums of go through all
+// rounds before the next ones.
+struct Step {
+    int round, sums, tile, count;
 };
 
 template <int EXTRA, int COLUMNS> struct Block {
@@ -315,40 +304,46 @@ template <int EXTRA, int COLUMNS> struct Block {
         return (float*)(shared_memory() + HEAD_BYTES + call.stage_memory) + sums * call.tiles * call.warps * SUMS;
     }
     // Units of a stage.
-    DEVICE static int units(const Matvec& call) { return call.tiles * call.wide; }
+    DEVICE static int units(const Matvec& call) { return call.tiles * call.warps; }
     DEVICE static int stages(const Matvec& call) {
-        int count = smaller(MOST_STAGES, call.stage_memory / (units(call) * UNIT));
-        return count - count % call.parts;
+        return smaller(MOST_STAGES, call.stage_memory / (units(call) * UNIT));
     }
-
-    // Which of the parts side by side, a power of two, a stage belongs to.
-    DEVICE static int part_of(const Matvec& call, int slot) { return slot & (call.parts - 1); }
 
     DEVICE static int begin(const Matvec& call) {
         return block_index() * call.share + smaller(block_index(), call.rest);
+    }
+    DEVICE static int tiles(const Matvec& call) { return call.share + (block_index() < call.rest); }
+    DEVICE static int steps(const Matvec& call) { return (tiles(call) + call.tiles - 1) / call.tiles * call.rounds; }
+    DEVICE static Step step(const Matvec& call, int number) {
+        const int all = (tiles(call) + call.tiles - 1) / call.tiles;
+        Step step = {0, number % call.sums, 0, 0};
+        int before = number; // stages' tiles
+        if (call.rounds > 1) {
+            const int done = number / (call.sums * call.rounds) * call.sums, there = smaller(call.sums, all - done);
+            const int rest = number - done * call.rounds;
+            step.round = rest / there, step.sums = rest % there;
+            before = done + step.sums;
+        }
+        step.tile = begin(call) + before * call.tiles;
+        step.count = smaller(call.tiles, tiles(call) - before * call.tiles);
+        return step;
     }
 
     // One warp: the barriers, and the first copies.
     DEVICE static void prepare(const Matvec& call) {
         const int lane = thread_index() & 31, count = stages(call);
-        const int last = begin(call) + call.share + (block_index() < call.rest);
         if (lane < count) {
             barrier_init(&head().filled[lane], 1);
-            store_shared(&head().readers[lane], 0);
+            barrier_init(&head().emptied[lane], call.warps);
         }
-        if (lane < call.sums) {
-            barrier_init(&head().summed[lane], 1);
-            store_shared(&head().adders[lane], 0);
-        }
+        if (lane < call.sums) barrier_init(&head().summed[lane], 1);
         barriers_ready();
         synchronize_warp();
-        Place ahead = {begin(call), 0, 0};
-        NO_UNROLL
-        for (int slot = 0; slot < count; slot += call.parts, ahead.next(call, last))
-            if (ahead.first < last)
-                for (int part = 0; part < call.parts; part++) fetch(call, ahead, part, slot + part, last);
-        if (lane < call.parts) head().ahead[lane] = ahead;
-        if (lane == 0) head().end = last, head().stages = count;
+        const int first = smaller(count, steps(call));
+        if (lane < first) barrier_expect(&head().filled[lane], bytes(call, step(call, lane)));
+        synchronize_warp();
+        for (int copy = lane; copy < first * PARTS; copy += 32)
+            fetch(call, step(call, copy / PARTS), copy / PARTS, copy % PARTS);
     }
 
     DEVICE static int part_size(int index) { return index == 0 ? UNIT_BASE : index > EXTRA ? UNIT_SCALE : UNIT_BITS; }
@@ -359,31 +354,17 @@ template <int EXTRA, int COLUMNS> struct Block {
         return shared_memory() + HEAD_BYTES + units(call) * (slot * UNIT + before);
     }
 
-    // One warp: copies a place's bytes into a stage that nobody reads any more.
-    DEVICE static void fetch(const Matvec& call, const Place& place, int part, int slot, int end) {
-        const int lane = thread_index() & 31, tile = place.tile(call);
-        const int unit = place.round * call.warps + part * call.wide, there = smaller(call.wide, call.planes.units - unit);
-        const int count = there <= 0 ? 0 : there * smaller(call.tiles, end - tile);
-        if (lane == 0) barrier_expect(&head().filled[slot], count * UNIT);
-        synchronize_warp();
-        if (lane < PARTS && count > 0) {
-            const u8* from = lane == 0      ? call.planes.base
-                             : lane > EXTRA ? call.planes.scale
-                                            : call.planes.bits[lane - 1];
-            from += ((long long)tile * call.planes.units + unit) * part_size(lane);
-            copy_to_shared(Block::part(call, slot, lane), from, count * part_size(lane), &head().filled[slot]);
-        }
+    DEVICE static int bytes(const Matvec& call, const Step& step) {
+        return smaller(call.warps, call.planes.units - step.round * call.warps) * step.count * UNIT;
     }
-
-    // One warp, the last that has read a stage: has it filled again.
-    DEVICE static void fetch_next(const Matvec& call, int part, int slot) {
-        const int end = head().end;
-        Place ahead = head().ahead[part];
-        if ((thread_index() & 31) == 0) head().readers[slot] = 0;
-        if (ahead.first >= end) return;
-        fetch(call, ahead, part, slot, end);
-        ahead.next(call, end);
-        if ((thread_index() & 31) == 0) head().ahead[part] = ahead;
+    // Copies the base, a plane or the scales of a step into a stage that nobody reads any more.
+    DEVICE static void fetch(const Matvec& call, const Step& step, int slot, int index) {
+        const int unit = step.round * call.warps, size = part_size(index);
+        const u8* from = index == 0      ? call.planes.base
+                         : index > EXTRA ? call.planes.scale
+                                         : call.planes.bits[index - 1];
+        from += ((long long)step.tile * call.planes.units + unit) * size;
+        copy_to_shared(part(call, slot, index), from, bytes(call, step) / UNIT * size, &head().filled[slot]);
     }
 
     DEVICE static void store_result(const Matvec& call, int tile, int row, int column, float value) {
@@ -434,18 +415,17 @@ template <int EXTRA, int COLUMNS> struct Block {
     }
 };
 
-// One warp, the last that has added to these tiles: what all have found becomes results.
-template <int EXTRA, int COLUMNS, bool GATED>
-DEVICE void sum_up(const Matvec& call, int slot, int tile, int count) {
+// One warp: what all have found of a stage's tiles becomes results.
+template <int EXTRA, int COLUMNS, bool GATED> DEVICE void sum_up(const Matvec& call, const Step& step) {
     constexpr int TILES = COLUMNS > 8 ? 2 : 1, HELD = COLUMNS == 1 ? 1 : 4 * TILES;
     using Block = Block<EXTRA, COLUMNS>;
     const int lane = thread_index() & 31;
     NO_UNROLL
-    for (int t = 0; t < count; t++) {
+    for (int t = 0; t < step.count; t++) {
         float sums[HELD];
         UNROLL
         for (int j = 0; j < HELD; j++) sums[j] = 0;
-        const float* from = Block::sums(call, slot) + t * call.warps * Block::SUMS;
+        const float* from = Block::sums(call, step.sums) + t * call.warps * Block::SUMS;
         for (int warp = 0; warp < call.warps; warp++, from += Block::SUMS) {
             if constexpr (COLUMNS == 1) {
                 sums[0] += load_shared(from + (lane & 15));
@@ -459,25 +439,32 @@ DEVICE void sum_up(const Matvec& call, int slot, int tile, int count) {
             }
         }
         if constexpr (GATED) {
-            Block::store_gates(call, tile + t, lane, sums);
+            Block::store_gates(call, step.tile + t, lane, sums);
         } else if (COLUMNS > 1 || lane < 16) {
             UNROLL
-            for (int j = 0; j < HELD; j++) Block::store_results(call, tile + t, lane, j, sums[j]);
+            for (int j = 0; j < HELD; j++) Block::store_results(call, step.tile + t, lane, j, sums[j]);
         }
-    }
-    synchronize_warp();
-    if (lane == 0) {
-        Block::head().adders[slot] = 0;
-        barrier_arrive(&Block::head().summed[slot]);
     }
 }
 
-// Whether a warp is the last of so many to come here; what the others have stored is seen then.
-DEVICE bool is_last(int* counter, int count) {
+// One warp: looks after the stage of a step, as soon as all have read it.
+template <int EXTRA, int COLUMNS, bool GATED> DEVICE void look_after(const Matvec& call, int number) {
+    using Block = Block<EXTRA, COLUMNS>;
+    const int stages = Block::stages(call), slot = number % stages;
+    const Step step = Block::step(call, number);
+    const bool more = number + stages < Block::steps(call);
+    const Step next = Block::step(call, more ? number + stages : 0);
+    barrier_wait(&Block::head().emptied[slot], number / stages & 1);
+    if (more) {
+        const int lane = thread_index() & 31;
+        if (lane == 0) barrier_expect(&Block::head().filled[slot], Block::bytes(call, next));
+        synchronize_warp();
+        if (lane < Block::PARTS) Block::fetch(call, next, slot, lane);
+    }
+    if (step.round + 1 < call.rounds) return;
+    sum_up<EXTRA, COLUMNS, GATED>(call, step);
     synchronize_warp();
-    u32 before = 0;
-    if ((thread_index() & 31) == 0) before = count_shared(counter);
-    return shuffle_word(before, 0) == count - 1;
+    if ((thread_index() & 31) == 0) barrier_arrive(&Block::head().summed[step.sums]);
 }
 
 template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const Matvec& call) {
@@ -490,64 +477,66 @@ template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const M
     begin_activations(incoming, call, Block::head().squares);
     synchronize_block();
 
-    const Head& head = Block::head();
+    const int stages = Block::stages(call), steps = Block::steps(call);
     Activations<TILES> x;
-    int slot = warp / call.wide;
+    int round = 0, sums = 0, slot = 0, own = warp; // `own` is the next step that this warp looks after
+    int there = smaller(call.sums, steps / call.rounds);
     u32 phase = 0, turn = 1;
-    for (int first = Block::begin(call); first < head.end; first += call.sums * call.tiles, turn ^= 1) {
-        int round = 0;
-        for (int unit = warp; round < call.rounds; unit += call.warps, round++) {
-            if ((call.rounds > 1 || first == Block::begin(call)) && unit < call.planes.units) {
-                take_activations<EXTRA>(x, incoming, call, unit);
-                int next = unit + call.warps < call.planes.units ? unit + call.warps : warp;
-                if (call.rounds > 1) incoming.ask(call, next);
-            }
-            for (int sums = 0, tile = first; sums < call.sums && tile < head.end; sums++, tile += call.tiles) {
-                const int count = smaller(call.tiles, head.end - tile);
-                if (round == 0) barrier_wait(&Block::head().summed[sums], turn);
-                barrier_wait(&Block::head().filled[slot], phase);
-                if (unit < call.planes.units)
-                    NO_UNROLL
-                for (int t = 0; t < count; t++) {
-                    const int place = t * call.wide + warp - Block::part_of(call, slot) * call.wide;
-                    const u8* bits[EXTRA + 1];
-                    UNROLL
-                    for (int b = 0; b < EXTRA; b++) bits[b] = Block::part(call, slot, b + 1) + place * UNIT_BITS;
-                    float sum[TILES][4];
-                    multiply_unit<EXTRA>(sum, x, Block::part(call, slot, 0) + place * UNIT_BASE, bits,
-                                         Block::part(call, slot, EXTRA + 1) + place * UNIT_SCALE);
-                    float* to = Block::sums(call, sums) + (t * call.warps + warp) * Block::SUMS;
-                    UNROLL
-                    for (int n = 0; n < TILES; n++) {
-                        float4 scaled = {sum[n][0] * x.factor[n][0], sum[n][1] * x.factor[n][1],
-                                         sum[n][2] * x.factor[n][0], sum[n][3] * x.factor[n][1]};
-                        if constexpr (COLUMNS > 1) {
-                            float4* own = (float4*)to + n * 32 + lane;
-                            if (round > 0) {
-                                float4 before = load_shared(own);
-                                scaled.x += before.x, scaled.y += before.y;
-                                scaled.z += before.z, scaled.w += before.w;
-                            }
-                            store_shared(own, scaled);
-                        } else if ((lane & 3) == 0) {
-                            float* own = to + (lane >> 2);
-                            if (round > 0) scaled.x += load_shared(own), scaled.z += load_shared(own + 8);
-                            store_shared(own, scaled.x);
-                            store_shared(own + 8, scaled.z);
-                        }
+    for (int number = 0; number < steps; number++) {
+        const int unit = round * call.warps + warp;
+        if (sums == 0 && (call.rounds > 1 || number == 0) && unit < call.planes.units) {
+            take_activations<EXTRA>(x, incoming, call, unit);
+            if (call.rounds > 1) incoming.ask(call, unit + call.warps < call.planes.units ? unit + call.warps : warp);
+        }
+        if (number - call.lag == own) {
+            look_after<EXTRA, COLUMNS, GATED>(call, own);
+            own += call.warps;
+        }
+        if (round == 0) barrier_wait(&Block::head().summed[sums], turn);
+        barrier_wait(&Block::head().filled[slot], phase);
+        int count = unit < call.planes.units;
+        if (call.tiles > 1) count = smaller(call.tiles, Block::tiles(call) - number * call.tiles); // all in one round
+        NO_UNROLL
+        for (int t = 0; t < count; t++) {
+            const int place = t * call.warps + warp;
+            const u8* bits[EXTRA + 1];
+            UNROLL
+            for (int b = 0; b < EXTRA; b++) bits[b] = Block::part(call, slot, b + 1) + place * UNIT_BITS;
+            float sum[TILES][4];
+            multiply_unit<EXTRA>(sum, x, Block::part(call, slot, 0) + place * UNIT_BASE, bits,
+                                 Block::part(call, slot, EXTRA + 1) + place * UNIT_SCALE);
+            float* to = Block::sums(call, sums) + place * Block::SUMS;
+            UNROLL
+            for (int n = 0; n < TILES; n++) {
+                float4 scaled = {sum[n][0] * x.factor[n][0], sum[n][1] * x.factor[n][1],
+                                 sum[n][2] * x.factor[n][0], sum[n][3] * x.factor[n][1]};
+                if constexpr (COLUMNS > 1) {
+                    float4* own = (float4*)to + n * 32 + lane;
+                    if (round > 0) {
+                        float4 before = load_shared(own);
+                        scaled.x += before.x, scaled.y += before.y;
+                        scaled.z += before.z, scaled.w += before.w;
                     }
+                    store_shared(own, scaled);
+                } else if ((lane & 3) == 0) {
+                    float* own = to + (lane >> 2);
+                    if (round > 0) scaled.x += load_shared(own), scaled.z += load_shared(own + 8);
+                    store_shared(own, scaled.x);
+                    store_shared(own + 8, scaled.z);
                 }
-                bool last = is_last(&Block::head().readers[slot], call.wide);
-                if (last) Block::fetch_next(call, Block::part_of(call, slot), slot);
-                if (round + 1 == call.rounds) {
-                    if (call.parts > 1) last = is_last(&Block::head().adders[sums], call.warps);
-                    if (last) sum_up<EXTRA, COLUMNS, GATED>(call, sums, tile, count);
-                }
-                slot += call.parts;
-                if (slot >= head.stages) slot -= head.stages, phase ^= 1;
             }
         }
+        synchronize_warp();
+        if (lane == 0) barrier_arrive(&Block::head().emptied[slot]);
+        if (++slot == stages) slot = 0, phase ^= 1;
+        if (++sums < there) continue;
+        sums = 0;
+        if (++round < call.rounds) continue;
+        round = 0, turn ^= 1;
+        const int left = steps - number - 1;
+        there = smaller(call.sums, call.rounds > 1 ? left / call.rounds : left);
     }
+    for (; own < steps; own += call.warps) look_after<EXTRA, COLUMNS, GATED>(call, own);
 }
 
 // The width is read when the kernel runs: one captured graph serves every width.
