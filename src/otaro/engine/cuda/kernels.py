@@ -242,7 +242,7 @@ def attend_kernel(
         kind = query.dtype.element_ty
         d, g, n = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, TILE)
         stored: tl.constexpr = kind if MANTISSA == 0 else tl.uint8
-        cache = address.to(tl.pointer_type(stored))
+        cache = tl.multiple_of(address.to(tl.pointer_type(stored)), 16)  # or loads would be of single numbers
         first_key = _cache_row(places, row, ROWS, layer, 0, head, 0, KV_HEADS, ROW)
         first_value = _cache_row(places, row, ROWS, layer, 1, head, 0, KV_HEADS, ROW)
         line = (row.to(tl.int64) * KV_HEADS + head) * GROUP + g
@@ -319,7 +319,7 @@ def mix_kernel(
         kind = qkv.dtype.element_ty
         d, g, n = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, KEYS)
         there = d < DIM
-        cache = tl.load(places).to(tl.pointer_type(kind))
+        cache = tl.multiple_of(tl.load(places).to(tl.pointer_type(kind)), 16)
         first_key = _cache_row(places, 0, 1, layer, 0, head, 0, KV_HEADS, DIM)
         first_value = _cache_row(places, 0, 1, layer, 1, head, 0, KV_HEADS, DIM)
         key = start + n
