@@ -189,10 +189,12 @@ def plan(
             together = 1
         steps = -(-share // together)
         kept = sums or (_SUMS if rounds == 1 else max(_SUMS, _SUMS_BYTES // (warps * ROWS * columns * 4)))
-        kept = min(kept, steps, _MOST_SUMS)
+        kept = 1 << min(kept, _MOST_SUMS).bit_length() - 1
+        while kept >= 2 * steps:
+            kept //= 2
         for some in range(min(stages or _MOST_STAGES, steps * rounds), 0, -1):
             for fewer in (kept, 1)[: 1 if some > 1 else 2]:
-                later = min(lag or (2 if some > 3 else 1), some, fewer)
+                later = min(lag or (2 if some > 3 else 1), some, fewer, steps * rounds)
                 chosen = Plan(columns, warps, rounds, together, some, fewer, later, count, extra)
                 if chosen.shared_bytes <= room:
                     return chosen

@@ -26,7 +26,7 @@ struct Matvec {
     int batch, bfloat, stored;
     int warps, rounds;       // units side by side, and how often
     int tiles, stage_memory; // tiles of a stage, bytes of all stages
-    int sums;                // stages' tiles whose sums there is room for
+    int sums;                // stages' tiles whose sums there is room for, a power of two
     int lag;                 // how many steps later a stage is looked after, at most `sums` and the stages
     int share, rest;          // tiles of a block, and how many blocks have one more
     int gated;                // rows of y where it is silu(gate) · up, else 0
@@ -175,6 +175,14 @@ template <int COLUMNS> DEVICE void begin_activations(Incoming<COLUMNS>& incoming
     }
 }
 
+// What is to be taken from the sum over a column's fields for each number of x, in two half floats, twice: its first eleven
+// bits, or those after them.
+template <int EXTRA> DEVICE u32 offset_halves(int step, int pair, bool rest) {
+    float value = column_offset<EXTRA>(step, pair) - format_bias(EXTRA + 3);
+    if (rest) value -= float_of_bits(bits_of_float(value) & 0xFFFFE000u);
+    return value == 0 ? 0 : ((bits_of_float(value) >> 13) - (112u << 10) + 0x8000u) * 0x10001u;
+}
+
 template <int EXTRA, int COLUMNS, int TILES>
 DEVICE void take_activations(Activations<TILES>& x, const Incoming<COLUMNS>& incoming, const Matvec& call, int unit) {
     int own = thread_index() & 3;
@@ -187,17 +195,16 @@ DEVICE void take_activations(Activations<TILES>& x, const Incoming<COLUMNS>& inc
         for (int j = 0; j < 2; j++) x.factor[tile][j] = shuffle(factor, 4 * (2 * own + j));
         UNROLL
         for (int g = 0; g < 4; g++) {
-            float sum = 0;
+            float start[4] = {0, 0, 0, 0};
             UNROLL
             for (int j = 0; j < 8; j++) {
-                float offset = format_bias(EXTRA + 3) - column_offset<EXTRA>(j >> 1, j & 1);
-                u32 word = x.words[tile][g][j];
-                sum += offset * (float_of_half(word & 0xFFFF) + float_of_half(word >> 16));
+                const int step = j >> 1, rest = j & 1;
+                const u32 first = offset_halves<EXTRA>(step, 0, rest), second = offset_halves<EXTRA>(step, 1, rest);
+                const u32 a[4] = {first, first, second, second};
+                if (first != 0 || second != 0)
+                    multiply_tile(start, a, x.words[tile][g][2 * step], x.words[tile][g][2 * step + 1], start);
             }
-            sum += shuffle_xor(sum, 1);
-            sum += shuffle_xor(sum, 2);
-            UNROLL
-            for (int j = 0; j < 2; j++) x.start[tile][g][j] = shuffle(sum, 4 * (2 * own + j));
+            x.start[tile][g][0] = start[0], x.start[tile][g][1] = start[1];
         }
     }
 }
@@ -313,19 +320,21 @@ template <int EXTRA, int COLUMNS> struct Block {
         return block_index() * call.share + smaller(block_index(), call.rest);
     }
     DEVICE static int tiles(const Matvec& call) { return call.share + (block_index() < call.rest); }
-    DEVICE static int steps(const Matvec& call) { return (tiles(call) + call.tiles - 1) / call.tiles * call.rounds; }
+    DEVICE static int steps(const Matvec& call) {
+        return call.tiles == 1 ? tiles(call) * call.rounds : (tiles(call) + call.tiles - 1) / call.tiles;
+    }
     DEVICE static Step step(const Matvec& call, int number) {
-        const int all = (tiles(call) + call.tiles - 1) / call.tiles;
-        Step step = {0, number % call.sums, 0, 0};
+        Step step = {0, number & (call.sums - 1), 0, 0};
         int before = number; // stages' tiles
         if (call.rounds > 1) {
+            const int all = (tiles(call) + call.tiles - 1) / call.tiles;
             const int done = number / (call.sums * call.rounds) * call.sums, there = smaller(call.sums, all - done);
             const int rest = number - done * call.rounds;
             step.round = rest / there, step.sums = rest % there;
             before = done + step.sums;
         }
         step.tile = begin(call) + before * call.tiles;
-        step.count = smaller(call.tiles, tiles(call) - before * call.tiles);
+        step.count = call.tiles == 1 ? 1 : smaller(call.tiles, tiles(call) - before * call.tiles);
         return step;
     }
 
@@ -342,6 +351,7 @@ template <int EXTRA, int COLUMNS> struct Block {
         const int first = smaller(count, steps(call));
         if (lane < first) barrier_expect(&head().filled[lane], bytes(call, step(call, lane)));
         synchronize_warp();
+        NO_UNROLL
         for (int copy = lane; copy < first * PARTS; copy += 32)
             fetch(call, step(call, copy / PARTS), copy / PARTS, copy % PARTS);
     }
@@ -447,24 +457,24 @@ template <int EXTRA, int COLUMNS, bool GATED> DEVICE void sum_up(const Matvec& c
     }
 }
 
-// One warp: looks after the stage of a step, as soon as all have read it.
-template <int EXTRA, int COLUMNS, bool GATED> DEVICE void look_after(const Matvec& call, int number) {
+// One warp: looks after a stage and the sums of a step, as soon as all have read it.
+template <int EXTRA, int COLUMNS, bool GATED>
+DEVICE void look_after(const Matvec& call, int number, int slot, u32 phase) {
     using Block = Block<EXTRA, COLUMNS>;
-    const int stages = Block::stages(call), slot = number % stages;
-    const Step step = Block::step(call, number);
+    const int stages = Block::stages(call), lane = thread_index() & 31;
     const bool more = number + stages < Block::steps(call);
-    const Step next = Block::step(call, more ? number + stages : 0);
-    barrier_wait(&Block::head().emptied[slot], number / stages & 1);
+    const Step next = Block::step(call, more ? number + stages : number);
+    barrier_wait(&Block::head().emptied[slot], phase);
     if (more) {
-        const int lane = thread_index() & 31;
         if (lane == 0) barrier_expect(&Block::head().filled[slot], Block::bytes(call, next));
         synchronize_warp();
         if (lane < Block::PARTS) Block::fetch(call, next, slot, lane);
     }
+    const Step step = Block::step(call, number);
     if (step.round + 1 < call.rounds) return;
     sum_up<EXTRA, COLUMNS, GATED>(call, step);
     synchronize_warp();
-    if ((thread_index() & 31) == 0) barrier_arrive(&Block::head().summed[step.sums]);
+    if (lane == 0) barrier_arrive(&Block::head().summed[step.sums]);
 }
 
 template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const Matvec& call) {
@@ -482,15 +492,20 @@ template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const M
     int round = 0, sums = 0, slot = 0, own = warp; // `own` is the next step that this warp looks after
     int there = smaller(call.sums, steps / call.rounds);
     u32 phase = 0, turn = 1;
-    for (int number = 0; number < steps; number++) {
+    for (int number = 0; number < steps + call.lag; number++) {
         const int unit = round * call.warps + warp;
-        if (sums == 0 && (call.rounds > 1 || number == 0) && unit < call.planes.units) {
+        if (sums == 0 && (call.rounds > 1 || number == 0) && number < steps && unit < call.planes.units) {
             take_activations<EXTRA>(x, incoming, call, unit);
             if (call.rounds > 1) incoming.ask(call, unit + call.warps < call.planes.units ? unit + call.warps : warp);
         }
         if (number - call.lag == own) {
-            look_after<EXTRA, COLUMNS, GATED>(call, own);
+            const int before = slot - call.lag;
+            look_after<EXTRA, COLUMNS, GATED>(call, own, before < 0 ? before + stages : before, phase ^ (before < 0));
             own += call.warps;
+        }
+        if (number >= steps) { // only what is left to look after
+            if (++slot == stages) slot = 0, phase ^= 1;
+            continue;
         }
         if (round == 0) barrier_wait(&Block::head().summed[sums], turn);
         barrier_wait(&Block::head().filled[slot], phase);
@@ -536,7 +551,6 @@ template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const M
         const int left = steps - number - 1;
         there = smaller(call.sums, call.rounds > 1 ? left / call.rounds : left);
     }
-    for (; own < steps; own += call.warps) look_after<EXTRA, COLUMNS, GATED>(call, own);
 }
 
 // The width is read when the kernel runs: one captured graph serves every width.
