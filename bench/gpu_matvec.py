@@ -153,7 +153,7 @@ def weight_bytes(rows: int, columns: int, extra: int) -> int:
 
 def plans_to_try(units: int, columns: int) -> list[dict[str, int]]:
     """Ways to divide a product that are worth a measurement, the likeliest first."""
-    return [{"lag": 1}, {"lag": 2}, {"sums": 2}, {"sums": 8}, {"tiles": 2}]
+    return [{"lag": 1}, {"lag": 2}, {"lag": 3}, {"sums": 8, "lag": 2}, {"sums": 8, "lag": 3}]
 
 
 def measure_width(

@@ -287,6 +287,7 @@ DEVICE u32 bits_of_float(float value) {
 DEVICE float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 DEVICE float exponential(float value) { return std::exp(value); }
 DEVICE float reciprocal_root(float value) { return 1 / std::sqrt(value); }
+DEVICE int quotient(int a, int b) { return a / b; }
 DEVICE float multiply(float a, float b) { return a * b; }
 
 // Lane l gives of A rows l/4, l/4 + 8 and columns 2·(l%4) + {0, 1, 8, 9}, of B these as rows and column l/4.

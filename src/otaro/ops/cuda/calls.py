@@ -51,6 +51,7 @@ class CStream(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("sum", ctypes.c_void_p),
         ("epsilon", ctypes.c_float),
+        ("inverse", ctypes.c_float),
         ("bfloat", ctypes.c_int),
     )
 
@@ -77,6 +78,7 @@ class CMatvec(ctypes.Structure):
         ("warps", ctypes.c_int),
         ("rounds", ctypes.c_int),
         ("tiles", ctypes.c_int),
+        ("stages", ctypes.c_int),
         ("stage_memory", ctypes.c_int),
         ("sums", ctypes.c_int),
         ("lag", ctypes.c_int),
@@ -244,6 +246,7 @@ def _stream(stream: Stream | None) -> CStream:
         stream.weight.data_ptr(),
         stream.sum.data_ptr(),
         stream.epsilon,
+        1 / stream.x.shape[-1],
         int(delta is not None and delta.dtype == torch.bfloat16),
     )
 
@@ -276,6 +279,7 @@ def matvec_call(
         chosen.warps,
         chosen.rounds,
         chosen.tiles,
+        chosen.stages,
         chosen.stage_memory,
         chosen.sums,
         chosen.lag,

@@ -88,6 +88,8 @@ DEVICE float reciprocal_root(float value) {
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
     return result;
 }
+// a / b, rounded down, of whole numbers below 2^20: a tenth of the instructions of a division.
+DEVICE int quotient(int a, int b) { return (int)__fdividef((float)a + 0.5f, (float)b); }
 // A product that is never fused with a sum.
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 

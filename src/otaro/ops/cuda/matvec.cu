@@ -25,7 +25,8 @@ struct Matvec {
     const int* mantissa; // in device memory, for the form that reads its width there
     int batch, bfloat, stored;
     int warps, rounds;       // units side by side, and how often
-    int tiles, stage_memory; // tiles of a stage, bytes of all stages
+    int tiles, stages;       // tiles of a stage, and how many stages the widest width has room for
+    int stage_memory;        // bytes of all stages
     int sums;                // stages' tiles whose sums there is room for, a power of two
     int lag;                 // how many steps later a stage is looked after, at most `sums` and the stages
     int share, rest;          // tiles of a block, and how many blocks have one more
@@ -169,7 +170,7 @@ template <int COLUMNS> DEVICE void begin_activations(Incoming<COLUMNS>& incoming
             if (block_index() == 0 && call.stream.delta != nullptr) keep_stream(value, call.stream, 0, columns, unit);
         }
         synchronize_block();
-        incoming.factor = norm_factor(squares, call.planes.units, columns, call.stream.epsilon);
+        incoming.factor = norm_factor(squares, call.planes.units, call.stream);
         if (call.rounds > 1) return incoming.ask(call, warp);
         normed_words(incoming.words, value, incoming.factor, weight, call.bfloat);
     }
@@ -312,25 +313,21 @@ template <int EXTRA, int COLUMNS> struct Block {
     }
     // Units of a stage.
     DEVICE static int units(const Matvec& call) { return call.tiles * call.warps; }
-    DEVICE static int stages(const Matvec& call) {
-        return smaller(MOST_STAGES, call.stage_memory / (units(call) * UNIT));
-    }
-
     DEVICE static int begin(const Matvec& call) {
         return block_index() * call.share + smaller(block_index(), call.rest);
     }
     DEVICE static int tiles(const Matvec& call) { return call.share + (block_index() < call.rest); }
     DEVICE static int steps(const Matvec& call) {
-        return call.tiles == 1 ? tiles(call) * call.rounds : (tiles(call) + call.tiles - 1) / call.tiles;
+        return call.tiles == 1 ? tiles(call) * call.rounds : quotient(tiles(call) + call.tiles - 1, call.tiles);
     }
     DEVICE static Step step(const Matvec& call, int number) {
         Step step = {0, number & (call.sums - 1), 0, 0};
         int before = number; // stages' tiles
         if (call.rounds > 1) {
-            const int all = (tiles(call) + call.tiles - 1) / call.tiles;
-            const int done = number / (call.sums * call.rounds) * call.sums, there = smaller(call.sums, all - done);
-            const int rest = number - done * call.rounds;
-            step.round = rest / there, step.sums = rest % there;
+            const int all = tiles(call); // one of them in a stage
+            const int done = quotient(number, call.sums * call.rounds) * call.sums;
+            const int there = smaller(call.sums, all - done), rest = number - done * call.rounds;
+            step.round = quotient(rest, there), step.sums = rest - step.round * there;
             before = done + step.sums;
         }
         step.tile = begin(call) + before * call.tiles;
@@ -340,7 +337,7 @@ template <int EXTRA, int COLUMNS> struct Block {
 
     // One warp: the barriers, and the first copies.
     DEVICE static void prepare(const Matvec& call) {
-        const int lane = thread_index() & 31, count = stages(call);
+        const int lane = thread_index() & 31, count = call.stages;
         if (lane < count) {
             barrier_init(&head().filled[lane], 1);
             barrier_init(&head().emptied[lane], call.warps);
@@ -364,9 +361,10 @@ template <int EXTRA, int COLUMNS> struct Block {
         return shared_memory() + HEAD_BYTES + units(call) * (slot * UNIT + before);
     }
 
-    DEVICE static int bytes(const Matvec& call, const Step& step) {
-        return smaller(call.warps, call.planes.units - step.round * call.warps) * step.count * UNIT;
+    DEVICE static int units_of(const Matvec& call, const Step& step) {
+        return smaller(call.warps, call.planes.units - step.round * call.warps) * step.count;
     }
+    DEVICE static int bytes(const Matvec& call, const Step& step) { return units_of(call, step) * UNIT; }
     // Copies the base, a plane or the scales of a step into a stage that nobody reads any more.
     DEVICE static void fetch(const Matvec& call, const Step& step, int slot, int index) {
         const int unit = step.round * call.warps, size = part_size(index);
@@ -374,7 +372,7 @@ template <int EXTRA, int COLUMNS> struct Block {
                          : index > EXTRA ? call.planes.scale
                                          : call.planes.bits[index - 1];
         from += ((long long)step.tile * call.planes.units + unit) * size;
-        copy_to_shared(part(call, slot, index), from, bytes(call, step) / UNIT * size, &head().filled[slot]);
+        copy_to_shared(part(call, slot, index), from, units_of(call, step) * size, &head().filled[slot]);
     }
 
     DEVICE static void store_result(const Matvec& call, int tile, int row, int column, float value) {
@@ -461,7 +459,7 @@ template <int EXTRA, int COLUMNS, bool GATED> DEVICE void sum_up(const Matvec& c
 template <int EXTRA, int COLUMNS, bool GATED>
 DEVICE void look_after(const Matvec& call, int number, int slot, u32 phase) {
     using Block = Block<EXTRA, COLUMNS>;
-    const int stages = Block::stages(call), lane = thread_index() & 31;
+    const int stages = call.stages, lane = thread_index() & 31;
     const bool more = number + stages < Block::steps(call);
     const Step next = Block::step(call, more ? number + stages : number);
     barrier_wait(&Block::head().emptied[slot], phase);
@@ -487,10 +485,10 @@ template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const M
     begin_activations(incoming, call, Block::head().squares);
     synchronize_block();
 
-    const int stages = Block::stages(call), steps = Block::steps(call);
+    const int stages = call.stages, steps = Block::steps(call);
     Activations<TILES> x;
     int round = 0, sums = 0, slot = 0, own = warp; // `own` is the next step that this warp looks after
-    int there = smaller(call.sums, steps / call.rounds);
+    int there = smaller(call.sums, call.rounds > 1 ? Block::tiles(call) : steps);
     u32 phase = 0, turn = 1;
     for (int number = 0; number < steps + call.lag; number++) {
         const int unit = round * call.warps + warp;
@@ -549,7 +547,7 @@ template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const M
         if (++round < call.rounds) continue;
         round = 0, turn ^= 1;
         const int left = steps - number - 1;
-        there = smaller(call.sums, call.rounds > 1 ? left / call.rounds : left);
+        there = smaller(call.sums, call.rounds > 1 ? quotient(left, call.rounds) : left);
     }
 }
 

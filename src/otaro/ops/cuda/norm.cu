@@ -23,7 +23,7 @@ KERNEL norm_kernel(PARAMETER Norm call) {
         if (lane == 0) store_shared(squares + unit, sum);
     }
     synchronize_block();
-    const float factor = norm_factor(squares, units, columns, call.stream.epsilon);
+    const float factor = norm_factor(squares, units, call.stream);
     for (int unit = warp; unit < units; unit += warps) {
         if (units > warps) {
             load_stream(value, call.stream, row, columns, unit);

@@ -35,8 +35,8 @@ struct Stream {
     const u16* delta;    // the last product, or none
     const float* weight; // the norm's
     float* sum;          // where the new stream is kept, unless there is no delta
-    float epsilon;
-    int bfloat; // the type of delta
+    float epsilon, inverse; // `inverse` of the number of columns
+    int bfloat;             // the type of delta
 };
 
 DEVICE float float_of_word(u32 word, int second, int bfloat) {
@@ -78,10 +78,10 @@ DEVICE float unit_squares(const float (&value)[8]) {
     return sum;
 }
 // Of the squares of all units.
-DEVICE float norm_factor(const float* squares, int units, int columns, float epsilon) {
+DEVICE float norm_factor(const float* squares, int units, const Stream& stream) {
     float sum = 0;
     for (int unit = 0; unit < units; unit++) sum += load_shared(squares + unit);
-    return reciprocal_root(fused_multiply_add(sum, 1.0f / columns, epsilon));
+    return reciprocal_root(fused_multiply_add(sum, stream.inverse, stream.epsilon));
 }
 DEVICE void load_norm(float (&weight)[8], const Stream& stream, int columns, int unit) {
     UNROLL
