@@ -55,11 +55,7 @@ def build_kernels(index: int, columns: tuple[int, ...]) -> float:
         # The form that reads its width on the device is measured at batch 1 alone.
         if extra >= 0 or count == 1:
             threads = calls.most_threads(count)
-            definitions = (
-                *(("OTARO_COLUMNS", count), ("OTARO_EXTRA", extra)),
-                *(("OTARO_GATED", 0), ("OTARO_THREADS", threads)),
-            )
-            jobs.append(("matvec", definitions))
+            jobs.append(("matvec", (("OTARO_COLUMNS", count), ("OTARO_EXTRA", extra), ("OTARO_THREADS", threads))))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compiler.compiled(job[0], f"sm_{major}{minor}", job[1]), jobs))
     return time.perf_counter() - started
@@ -153,7 +149,7 @@ def weight_bytes(rows: int, columns: int, extra: int) -> int:
 
 def plans_to_try(units: int, columns: int) -> list[dict[str, int]]:
     """Ways to divide a product that are worth a measurement, the likeliest first."""
-    return [{"lag": 1}, {"lag": 2}, {"lag": 3}, {"sums": 8, "lag": 2}, {"sums": 8, "lag": 3}]
+    return [{"warm": 0}, {"lag": 1}, {"lag": 3}, {"sums": 8, "lag": 2}, {"sums": 8, "lag": 3}]
 
 
 def measure_width(
@@ -170,7 +166,7 @@ def measure_width(
         try:
             launch, plan = product_launch(used, x, extra, overlap, dynamic, choices)
             label += f": {plan.warps} warps, {plan.rounds} rounds, {plan.tiles} tiles"
-            label += f", {plan.stages} stages, {plan.sums} sums, lag {plan.lag}, {plan.blocks} blocks"
+            label += f", {plan.stages} stages, {plan.sums} sums, lag {plan.lag}, warm {plan.warm}, {plan.blocks} blocks"
             tried[label] = seconds_each(launch, len(used)) * 1e6
         except (ValueError, RuntimeError) as error:
             failed.append(f"{label} {choices}: {error}")
@@ -178,6 +174,7 @@ def measure_width(
     attempt("shipped")
     shipped = next(iter(tried.values()), float("nan"))
     attempt("overlapping", overlap=True)
+    attempt("overlapping cold", overlap=True, warm=0)
     if precision in FIRST:
         if x.shape[0] == 1:
             attempt("width on the device", dynamic=True)

@@ -11,11 +11,7 @@
 #include "norm.cu"
 
 template <int EXTRA, int COLUMNS> static void matvec_body(const void* call) {
-    const Matvec& given = *(const Matvec*)call;
-    if (given.gated)
-        matvec<EXTRA, COLUMNS, true>(given);
-    else
-        matvec<EXTRA, COLUMNS>(given);
+    matvec<EXTRA, COLUMNS>(*(const Matvec*)call);
 }
 template <int COLUMNS> static void any_body(const void* call) { matvec_any<COLUMNS>(*(const Matvec*)call); }
 static void norm_body(const void* call) { norm_kernel(*(const Norm*)call); }

@@ -206,7 +206,7 @@ def _launch(
 ) -> None:
     extra, rows, batch = len(fragments.bits), fragments.rows, math.prod(x.shape[:-1])
     units = fragments.base.shape[1]
-    kernel, plan = launch_plan(_index(x), rows, units, extra, batch, width is not None, gated > 0)
+    kernel, plan = launch_plan(_index(x), rows, units, extra, batch, width is not None)
     call = calls.matvec_call(x, fragments, extra, bias, y, plan, width, gated, stream)
     kernel.launch(call, plan.blocks, plan.threads, plan.shared_bytes, overlap)
 
@@ -240,12 +240,11 @@ def launch_plan(
     extra: int,
     batch: int,
     dynamic: bool = False,
-    gated: bool = False,
     **choices: int,
 ) -> tuple[compiler.Kernel, Plan]:
     """The kernel for a product and how it is divided, found once for each shape."""
     columns = calls.kernel_columns(batch)
-    return _launch_plan(index, rows, units, extra, columns, dynamic, gated, tuple(sorted(choices.items())))
+    return _launch_plan(index, rows, units, extra, columns, dynamic, tuple(sorted(choices.items())))
 
 
 @functools.cache
@@ -256,7 +255,6 @@ def _launch_plan(
     extra: int,
     columns: int,
     dynamic: bool,
-    gated: bool,
     choices: tuple[tuple[str, int], ...],
 ) -> tuple[compiler.Kernel, Plan]:
     kernel = compiler.kernel(
@@ -264,7 +262,6 @@ def _launch_plan(
         index,
         OTARO_EXTRA=-1 if dynamic else extra,
         OTARO_COLUMNS=columns,
-        OTARO_GATED=int(gated),
         OTARO_THREADS=calls.most_threads(columns),
     )
     plan = calls.plan(rows, units, extra, columns, device_limits(index), **dict(choices))

@@ -82,6 +82,7 @@ class CMatvec(ctypes.Structure):
         ("stage_memory", ctypes.c_int),
         ("sums", ctypes.c_int),
         ("lag", ctypes.c_int),
+        ("warm", ctypes.c_int),
         ("share", ctypes.c_int),
         ("rest", ctypes.c_int),
         ("gated", ctypes.c_int),
@@ -122,6 +123,7 @@ class Plan:
     stages: int
     sums: int
     lag: int
+    warm: int
     blocks: int
     extra: int
 
@@ -170,6 +172,7 @@ def plan(
     sums: int | None = None,
     stages: int | None = None,
     lag: int | None = None,
+    warm: int = 1,
 ) -> Plan | None:
     """How to divide a product, or None where the device cannot hold as much.
 
@@ -197,7 +200,7 @@ def plan(
         for some in range(min(stages or _MOST_STAGES, steps * rounds), 0, -1):
             for fewer in (kept, 1)[: 1 if some > 1 else 2]:
                 later = min(lag or (2 if some > 3 else 1), some, fewer, steps * rounds)
-                chosen = Plan(columns, warps, rounds, together, some, fewer, later, count, extra)
+                chosen = Plan(columns, warps, rounds, together, some, fewer, later, warm, count, extra)
                 if chosen.shared_bytes <= room:
                     return chosen
     return None
@@ -283,6 +286,7 @@ def matvec_call(
         chosen.stage_memory,
         chosen.sums,
         chosen.lag,
+        chosen.warm,
         *divmod(_tiles(fragments.rows), chosen.blocks),
         gated,
         _stream(stream),

@@ -29,6 +29,7 @@ struct Matvec {
     int stage_memory;        // bytes of all stages
     int sums;                // stages' tiles whose sums there is room for, a power of two
     int lag;                 // how many steps later a stage is looked after, at most `sums` and the stages
+    int warm;
     int share, rest;          // tiles of a block, and how many blocks have one more
     int gated;                // rows of y where it is silu(gate) · up, else 0
     Stream stream;            // one row of which x is the norm, instead of x
@@ -424,7 +425,7 @@ template <int EXTRA, int COLUMNS> struct Block {
 };
 
 // One warp: what all have found of a stage's tiles becomes results.
-template <int EXTRA, int COLUMNS, bool GATED> DEVICE void sum_up(const Matvec& call, const Step& step) {
+template <int EXTRA, int COLUMNS> DEVICE void sum_up(const Matvec& call, const Step& step) {
     constexpr int TILES = COLUMNS > 8 ? 2 : 1, HELD = COLUMNS == 1 ? 1 : 4 * TILES;
     using Block = Block<EXTRA, COLUMNS>;
     const int lane = thread_index() & 31;
@@ -446,7 +447,7 @@ template <int EXTRA, int COLUMNS, bool GATED> DEVICE void sum_up(const Matvec& c
                 }
             }
         }
-        if constexpr (GATED) {
+        if (call.gated != 0) {
             Block::store_gates(call, step.tile + t, lane, sums);
         } else if (COLUMNS > 1 || lane < 16) {
             UNROLL
@@ -456,8 +457,7 @@ template <int EXTRA, int COLUMNS, bool GATED> DEVICE void sum_up(const Matvec& c
 }
 
 // One warp: looks after a stage and the sums of a step, as soon as all have read it.
-template <int EXTRA, int COLUMNS, bool GATED>
-DEVICE void look_after(const Matvec& call, int number, int slot, u32 phase) {
+template <int EXTRA, int COLUMNS> DEVICE void look_after(const Matvec& call, int number, int slot, u32 phase) {
     using Block = Block<EXTRA, COLUMNS>;
     const int stages = call.stages, lane = thread_index() & 31;
     const bool more = number + stages < Block::steps(call);
@@ -470,45 +470,52 @@ DEVICE void look_after(const Matvec& call, int number, int slot, u32 phase) {
     }
     const Step step = Block::step(call, number);
     if (step.round + 1 < call.rounds) return;
-    sum_up<EXTRA, COLUMNS, GATED>(call, step);
+    sum_up<EXTRA, COLUMNS>(call, step);
     synchronize_warp();
     if (lane == 0) barrier_arrive(&Block::head().summed[step.sums]);
 }
 
-template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const Matvec& call) {
+template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec& call) {
     constexpr int TILES = COLUMNS > 8 ? 2 : 1;
     using Block = Block<EXTRA, COLUMNS>;
     const int warp = thread_index() >> 5, lane = thread_index() & 31;
     if (warp == 0) Block::prepare(call);
     start_next_kernel();
-    Incoming<COLUMNS> incoming;
-    begin_activations(incoming, call, Block::head().squares);
-    synchronize_block();
-
     const int stages = call.stages, steps = Block::steps(call);
+    Incoming<COLUMNS> incoming;
     Activations<TILES> x;
     int round = 0, sums = 0, slot = 0, own = warp; // `own` is the next step that this warp looks after
     int there = smaller(call.sums, call.rounds > 1 ? Block::tiles(call) : steps);
     u32 phase = 0, turn = 1;
-    for (int number = 0; number < steps + call.lag; number++) {
+    // Before x is there a step without meaning is made, so that the instructions are at hand when it is.
+    for (int number = -call.warm; number < steps + call.lag; number++) {
         const int unit = round * call.warps + warp;
-        if (sums == 0 && (call.rounds > 1 || number == 0) && number < steps && unit < call.planes.units) {
-            take_activations<EXTRA>(x, incoming, call, unit);
-            if (call.rounds > 1) incoming.ask(call, unit + call.warps < call.planes.units ? unit + call.warps : warp);
+        if (number >= 0 && sums == 0 && (call.rounds > 1 || number == 0) && number < steps) {
+            if (number == 0) {
+                begin_activations(incoming, call, Block::head().squares);
+                synchronize_block();
+            }
+            if (unit < call.planes.units) {
+                take_activations<EXTRA>(x, incoming, call, unit);
+                if (call.rounds > 1)
+                    incoming.ask(call, unit + call.warps < call.planes.units ? unit + call.warps : warp);
+            }
         }
         if (number - call.lag == own) {
             const int before = slot - call.lag;
-            look_after<EXTRA, COLUMNS, GATED>(call, own, before < 0 ? before + stages : before, phase ^ (before < 0));
+            look_after<EXTRA, COLUMNS>(call, own, before < 0 ? before + stages : before, phase ^ (before < 0));
             own += call.warps;
         }
         if (number >= steps) { // only what is left to look after
             if (++slot == stages) slot = 0, phase ^= 1;
             continue;
         }
-        if (round == 0) barrier_wait(&Block::head().summed[sums], turn);
-        barrier_wait(&Block::head().filled[slot], phase);
         int count = unit < call.planes.units;
-        if (call.tiles > 1) count = smaller(call.tiles, Block::tiles(call) - number * call.tiles); // all in one round
+        if (number >= 0) {
+            if (round == 0) barrier_wait(&Block::head().summed[sums], turn);
+            barrier_wait(&Block::head().filled[slot], phase);
+            if (call.tiles > 1) count = smaller(call.tiles, Block::tiles(call) - number * call.tiles); // all in one round
+        }
         NO_UNROLL
         for (int t = 0; t < count; t++) {
             const int place = t * call.warps + warp;
@@ -539,6 +546,7 @@ template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const M
                 }
             }
         }
+        if (number < 0) continue;
         synchronize_warp();
         if (lane == 0) barrier_arrive(&Block::head().emptied[slot]);
         if (++slot == stages) slot = 0, phase ^= 1;
@@ -568,7 +576,7 @@ template <int COLUMNS> DEVICE void matvec_any(const Matvec& call) {
 #ifdef OTARO_COLUMNS
 KERNEL __launch_bounds__(OTARO_THREADS, 1) matvec_kernel(PARAMETER Matvec call) {
 #    if OTARO_EXTRA >= 0
-    matvec<OTARO_EXTRA, OTARO_COLUMNS, OTARO_GATED>(call);
+    matvec<OTARO_EXTRA, OTARO_COLUMNS>(call);
 #    else
     matvec_any<OTARO_COLUMNS>(call);
 #    endif
