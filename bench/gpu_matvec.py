@@ -54,8 +54,12 @@ def build_kernels(index: int, columns: tuple[int, ...]) -> float:
     for extra, count in itertools.product(range(-1, 6), columns):
         # The form that reads its width on the device is measured at batch 1 alone.
         if extra >= 0 or count == 1:
-            threads = calls.most_threads(count)
-            jobs.append(("matvec", (("OTARO_COLUMNS", count), ("OTARO_EXTRA", extra), ("OTARO_THREADS", threads))))
+            threads = 32 * calls.most_warps(count)
+            definitions = (
+                *(("OTARO_COLUMNS", count), ("OTARO_EXTRA", extra)),
+                *(("OTARO_GATED", 0), ("OTARO_THREADS", threads)),
+            )
+            jobs.append(("matvec", definitions))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compiler.compiled(job[0], f"sm_{major}{minor}", job[1]), jobs))
     return time.perf_counter() - started
@@ -136,9 +140,10 @@ def product_launch(
     y = x.new_empty(batch, rows)
     width = torch.tensor([3 + extra], dtype=torch.int32, device=x.device) if dynamic else None
     prepared = [calls.matvec_call(x, weight, extra, None, y, plan, width) for weight in weights]
+    blocks, shared = plan.split * plan.clusters, plan.shared_bytes(rows)
 
     def launch(copy: int, keep: Any = (weights, x, y, width)) -> None:
-        kernel.launch(prepared[copy], plan.blocks, plan.threads, plan.shared_bytes, overlap)
+        kernel.launch(prepared[copy], blocks, plan.threads, shared, plan.split, overlap)
 
     return launch, plan
 
@@ -149,7 +154,9 @@ def weight_bytes(rows: int, columns: int, extra: int) -> int:
 
 def plans_to_try(units: int, columns: int) -> list[dict[str, int]]:
     """Ways to divide a product that are worth a measurement, the likeliest first."""
-    return [{"warm": 0}, {"lag": 1}, {"lag": 3}, {"sums": 8, "lag": 2}, {"sums": 8, "lag": 3}]
+    most = calls.most_warps(columns)
+    splits = [split for split in (1, 2, 4, 7, 8) if -(-units // split) <= most and split <= units]
+    return [{"split": split, "tiles": tiles} for tiles, split in itertools.product((1, 2, 4), splits)]
 
 
 def measure_width(
@@ -165,16 +172,14 @@ def measure_width(
     def attempt(label: str, overlap: bool = False, dynamic: bool = False, **choices: int) -> None:
         try:
             launch, plan = product_launch(used, x, extra, overlap, dynamic, choices)
-            label += f": {plan.warps} warps, {plan.rounds} rounds, {plan.tiles} tiles"
-            label += f", {plan.stages} stages, {plan.sums} sums, lag {plan.lag}, warm {plan.warm}, {plan.blocks} blocks"
-            tried[label] = seconds_each(launch, len(used)) * 1e6
+            label += f": split {plan.split}, {plan.warps} warps, {plan.tiles} tiles, {plan.stages} stages"
+            tried[f"{label}, {plan.clusters} clusters"] = seconds_each(launch, len(used)) * 1e6
         except (ValueError, RuntimeError) as error:
             failed.append(f"{label} {choices}: {error}")
 
     attempt("shipped")
     shipped = next(iter(tried.values()), float("nan"))
     attempt("overlapping", overlap=True)
-    attempt("overlapping cold", overlap=True, warm=0)
     if precision in FIRST:
         if x.shape[0] == 1:
             attempt("width on the device", dynamic=True)

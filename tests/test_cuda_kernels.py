@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -86,7 +85,6 @@ def test_fragment_order_holds_every_byte_of_the_planes() -> None:
 def test_structures_are_as_large_as_in_the_source(library: ctypes.CDLL) -> None:
     assert ctypes.sizeof(calls.CMatvec) == library.matvec_size()
     assert ctypes.sizeof(calls.CDecode) == library.decode_size()
-    assert ctypes.sizeof(calls.CNorm) == library.norm_size()
 
 
 @pytest.mark.usefixtures("emulated")
@@ -126,30 +124,24 @@ def test_products_agree_with_the_codec(
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("columns, batches", [(1500, (1, 3, 9)), (4500, (1, 8)), (2100, (16,))])
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("batch", [1, 9])
 def test_every_division_of_the_work_gives_the_same_sums(
-    columns: int, batches: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    split: int, tiles: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside it a row of x is summed as it is alone."""
-    planes, fragments = packed(170, columns)
-    rows = torch.randn(max(batches), columns, generator=torch.Generator().manual_seed(2)).half()
+    planes, fragments = packed(110, 1100)
+    x = torch.randn(batch, 1100, generator=torch.Generator().manual_seed(2)).half()
     launch_plan = cuda.launch_plan
-    alone: dict[int, Tensor] = {}
-    for batch in batches:
-        x, results = rows[:batch], list[Tensor]()
-        for seed, choices in enumerate(
-            [{}, {"tiles": 3}, {"stages": 2, "sums": 1}, {"stages": 3, "sums": 2, "lag": 2}]
-        ):
-            chosen = {"blocks": 1, **choices}
-            monkeypatch.setattr(cuda, "launch_plan", lambda *given, chosen=chosen: launch_plan(*given, **chosen))
-            monkeypatch.setattr(EmulatedKernel, "seed", seed)
-            results.append(cuda.linear(x, fragments, Precision.E5M6, None))
-        assert_close(results[0], expected(x, planes, Precision.E5M6, FORMAT))
-        for other in results[1:]:
-            assert torch.equal(bits_of(other), bits_of(results[0]))
-        if batch <= 8:
-            assert torch.equal(bits_of(alone.setdefault(0, results[0][0])), bits_of(results[0][0]))
+    choices = {"split": split, "tiles": tiles, "blocks": 1}
+    monkeypatch.setattr(cuda, "launch_plan", lambda *arguments: launch_plan(*arguments, **choices))
+    results = []
+    for seed in (0, 1):
+        monkeypatch.setattr(EmulatedKernel, "seed", seed)
+        results.append(cuda.linear(x, fragments, Precision.E5M6, None))
+    assert_close(results[0], expected(x, planes, Precision.E5M6, FORMAT))
+    for other in results[1:]:
+        assert torch.equal(bits_of(other), bits_of(results[0]))
 
 
 @pytest.mark.usefixtures("emulated")
@@ -313,7 +305,7 @@ def test_embeddings_tied_heads_and_experts_compute_from_fragments() -> None:
 def test_the_emulation_finds_accesses_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fragments = packed(16, 64)
     x = torch.randn(1, 64).half()
-    monkeypatch.setattr(calls.Plan, "shared_bytes", 512)
+    monkeypatch.setattr(calls.Plan, "shared_bytes", lambda plan, rows: 512)
     with pytest.raises(AssertionError, match="shared memory"):
         cuda.linear(x, fragments, Precision.E5M3, None)
     monkeypatch.undo()
@@ -327,13 +319,15 @@ def test_plans_fit_the_device_and_cover_the_weight(device: calls.Device) -> None
         for batch in (1, 8, 16):
             for extra in range(6):
                 plan = calls.plan(rows, units, extra, batch, device)
-                assert plan is not None
-                assert plan.warps * plan.rounds >= units > plan.warps * (plan.rounds - 1)
+                if plan is None:
+                    # Sixteen rows of x need twice the registers, so half the columns fit.
+                    assert columns > (16384 if batch == 16 or device.shared < LIMITS.shared else 32768)
+                    continue
+                assert plan.warps * plan.split >= units
                 assert plan.warps <= calls.most_warps(plan.columns)
-                assert plan.tiles == 1 or plan.rounds == 1
-                assert 1 <= plan.lag <= min(plan.stages, plan.sums)
-                assert plan.blocks <= -(-rows // 16)
-                assert plan.shared_bytes <= device.shared - 1024
+                assert plan.clusters <= -(-rows // 16)
+                assert plan.stages >= 1
+                assert plan.shared_bytes(rows) <= device.shared - 1024
 
 
 def test_compiled_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,18 +358,16 @@ def test_compiled_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("extra, columns", [(0, 1), (5, 8), (1, 1)])
-def test_kernels_compile_with_registers_for_all(extra: int, columns: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("extra, columns, gated", [(0, 1, 0), (5, 8, 0), (1, 1, 1)])
+def test_kernels_compile_without_spilling_registers(extra: int, columns: int, gated: int, tmp_path: Path) -> None:
     source = tmp_path / "kernels.cu"
     source.write_text(compiler.source("matvec"))
-    threads = calls.most_threads(columns)
-    names = {"EXTRA": extra, "COLUMNS": columns, "THREADS": threads}
+    threads = 32 * calls.most_warps(columns)
+    names = {"EXTRA": extra, "COLUMNS": columns, "GATED": gated, "THREADS": threads}
     definitions = [f"-DOTARO_{name}={value}" for name, value in names.items()]
     command = ["nvcc", "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", *definitions, str(source), "-o"]
     done = subprocess.run([*command, str(tmp_path / "kernels.cubin")], check=True, capture_output=True, text=True)
-    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", done.stderr)]
-    assert len(spilled) == 2
-    assert max(spilled) <= 64
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
 
 
 @pytest.mark.usefixtures("emulated")
@@ -401,35 +393,3 @@ def test_gated_products(rows: int, columns: int, batch: int, dtype: torch.dtype)
         wanted = torch.nn.functional.silu(both[:, :, 0]) * both[:, :, 1]
         assert result is not None
         assert_close(result, wanted.flatten(1)[:, :rows])
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("rows, columns, dtype", [(40, 600, torch.float16), (170, 4500, torch.bfloat16)])
-@pytest.mark.parametrize("begins", [False, True])
-def test_a_norm_inside_a_product_is_the_norm_before_it(
-    rows: int, columns: int, dtype: torch.dtype, begins: bool
-) -> None:
-    _, fragments = packed(rows, columns)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(3, columns, generator=generator)
-    delta = None if begins else torch.randn(3, columns, generator=generator).to(dtype)
-    weight = torch.randn(columns, generator=generator)
-    used = Fragments(fragments.base, fragments.bits[:1], fragments.scale, fragments.shape, 64)
-    kept = x.clone()
-    normed = cuda.norm(cuda.Stream(kept, delta, weight, kept, 1e-5), dtype, False)
-    assert normed is not None
-    value = x if delta is None else x + delta
-    wanted = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + 1e-5) * weight
-    assert_close(normed, wanted.double())
-    assert torch.equal(kept, value)
-    together = cuda.multiply(normed, used, Precision.E5M4, None, False)
-    assert together is not None
-    for row in range(3):
-        kept = torch.empty(1, columns)
-        own = None if delta is None else delta[row : row + 1].clone()
-        stream = cuda.Stream(x[row : row + 1].clone(), own, weight, kept, 1e-5)
-        result = cuda.multiply_normed(stream, dtype, used, Precision.E5M4, None, False)
-        assert result is not None
-        assert torch.equal(bits_of(result[0]), bits_of(together[row]))
-        assert begins or torch.equal(kept[0], value[row])
-    assert cuda.multiply_normed(cuda.Stream(x, delta, weight, x, 1e-5), dtype, used, Precision.E5M4, None, False) is None

@@ -23,7 +23,7 @@ from otaro import ops
 from otaro.cli import main
 from otaro.engine import native
 from otaro.engine.architecture import UnsupportedError
-from otaro.engine.cuda import forward, fused, launches, matrices, picking, plain, weights
+from otaro.engine.cuda import forward, launches, matrices, picking, plain, weights
 from otaro.engine.cuda.ahead import Ahead
 from otaro.engine.cuda.matrices import DenseMatrix
 from otaro.engine.cuda.model import Experts
@@ -513,8 +513,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def emulated(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     install(library, monkeypatch)
-    for module in (matrices, fused):
-        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    monkeypatch.setattr(matrices, "has_kernels", lambda device: True)
     yield
     monkeypatch.undo()
     for cache in (cuda._launch_plan, cuda._has_plan, ops._arranges):

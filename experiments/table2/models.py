@@ -127,9 +127,13 @@ def widths_of(model: DeviceModel, precision: Precision) -> bytes:
 def compile_kernels(index: int) -> None:
     """All products, by as many threads as there are processors, before the first is needed."""
     major, minor = torch.cuda.get_device_capability(index)
-    jobs: list[tuple[str, tuple[tuple[str, int], ...]]] = [("decode", ()), ("norm", ())]
-    for extra, columns in itertools.product(range(6), (1, 8, 16)):
-        threads = calls.most_threads(columns)
-        jobs.append(("matvec", (("OTARO_COLUMNS", columns), ("OTARO_EXTRA", extra), ("OTARO_THREADS", threads))))
+    jobs: list[tuple[str, tuple[tuple[str, int], ...]]] = [("decode", ())]
+    for extra, columns, gated in itertools.product(range(6), (1, 8, 16), (0, 1)):
+        threads = 32 * calls.most_warps(columns)
+        definitions = (
+            *(("OTARO_COLUMNS", columns), ("OTARO_EXTRA", extra)),
+            *(("OTARO_GATED", gated), ("OTARO_THREADS", threads)),
+        )
+        jobs.append(("matvec", definitions))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compiler.compiled(job[0], f"sm_{major}{minor}", job[1]), jobs))

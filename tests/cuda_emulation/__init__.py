@@ -29,19 +29,15 @@ class EmulatedKernel:
     def __init__(self, library: ctypes.CDLL, name: str, extra: int, columns: int) -> None:
         self.library, self.name, self.extra, self.columns = library, name, extra, columns
 
+    def active_clusters(self, split: int, threads: int, shared: int) -> int:
+        return max(LIMITS.processors // split, 1)
+
     def launch(
-        self, call: ctypes.Structure, blocks: int, threads: int, shared: int = 0, overlap: bool = False
+        self, call: ctypes.Structure, blocks: int, threads: int, shared: int = 0, split: int = 1, overlap: bool = False
     ) -> None:
         assert shared <= LIMITS.shared - 1024
         library = self.library
         library.forget()
-        if isinstance(call, calls.CNorm):
-            self.declare_stream(call.stream, blocks, call.columns)
-            declare(library, call.out, 2 * blocks * call.columns, written=True)
-            error = library.run_norm(ctypes.byref(call), blocks, threads, shared, self.seed)
-            if error:
-                raise AssertionError(error.decode())
-            return
         self.declare_planes(call.planes, self.extra if isinstance(call, calls.CDecode) else call.stored - 3)
         if isinstance(call, calls.CDecode):
             size = call.count * call.planes.columns * ITEM[call.kind]
@@ -50,23 +46,13 @@ class EmulatedKernel:
             error = library.run_decode(ctypes.byref(call), blocks, threads, self.seed)
         else:
             rows, columns = call.planes.rows, call.planes.columns
-            if call.stream.x is not None:
-                self.declare_stream(call.stream, 1, columns)
-            for address, size in ((None if call.stream.x else call.x, 2 * call.batch * columns), (call.bias, 2 * rows), (call.mantissa, 4)):
+            for address, size in ((call.x, 2 * call.batch * columns), (call.bias, 2 * rows), (call.mantissa, 4)):
                 declare(library, address, size)
             declare(library, call.y, 2 * call.batch * (call.gated or rows), written=True)
             arguments = (ctypes.byref(call), self.extra, self.columns, blocks, shared, self.seed)
             error = library.run_matvec(*arguments)
         if error:
             raise AssertionError(error.decode())
-
-    def declare_stream(self, stream: calls.CStream, rows: int, columns: int) -> None:
-        for address, size in ((stream.x, 4 * rows * columns), (stream.weight, 4 * columns)):
-            declare(self.library, address, size)
-        declare(self.library, stream.delta, 2 * rows * columns)
-        if stream.delta is not None:
-            declare(self.library, stream.sum, 4 * rows * columns, written=stream.sum != stream.x)
-            self.library.declare(stream.sum, 4 * rows * columns, 1)
 
     def declare_planes(self, planes: calls.CPlanes, extra: int) -> None:
         units = -(-planes.rows // 16) * planes.units
@@ -93,9 +79,9 @@ def build(folder: Path) -> ctypes.CDLL:
     command = [compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", f"-I{SOURCE}", "-o", str(target)]
     subprocess.run([*command, str(FOLDER / "emulation.cpp")], check=True)
     library = ctypes.CDLL(str(target))
-    library.run_matvec.restype = library.run_decode.restype = library.run_norm.restype = ctypes.c_char_p
+    library.run_matvec.restype = library.run_decode.restype = ctypes.c_char_p
     library.declare.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    library.matvec_size.restype = library.decode_size.restype = library.norm_size.restype = ctypes.c_size_t
+    library.matvec_size.restype = library.decode_size.restype = ctypes.c_size_t
     return library
 
 

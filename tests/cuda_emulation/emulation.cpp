@@ -8,13 +8,14 @@
 
 #include "decode.cu"
 
-#include "norm.cu"
-
 template <int EXTRA, int COLUMNS> static void matvec_body(const void* call) {
-    matvec<EXTRA, COLUMNS>(*(const Matvec*)call);
+    const Matvec& given = *(const Matvec*)call;
+    if (given.gated)
+        matvec<EXTRA, COLUMNS, true>(given);
+    else
+        matvec<EXTRA, COLUMNS>(given);
 }
 template <int COLUMNS> static void any_body(const void* call) { matvec_any<COLUMNS>(*(const Matvec*)call); }
-static void norm_body(const void* call) { norm_kernel(*(const Norm*)call); }
 static void decode_body(const void* call) { decode_kernel(*(const Decode*)call); }
 
 #define WIDTHS(columns)                                                                                                \
@@ -28,17 +29,13 @@ void declare(const void* begin, size_t size, int written) {
 void forget() { machine::ranges.clear(); }
 size_t matvec_size() { return sizeof(Matvec); }
 size_t decode_size() { return sizeof(Decode); }
-size_t norm_size() { return sizeof(Norm); }
 
 const char* run_matvec(const Matvec* call, int extra, int columns, int grid, int shared_bytes, u32 seed) {
     static void (*const bodies[3][7])(const void*) = {{WIDTHS(1)}, {WIDTHS(8)}, {WIDTHS(16)}};
     return machine::run(bodies[columns == 1   ? 0
                                : columns == 8 ? 1
                                               : 2][extra < 0 ? 6 : extra],
-                        call, grid, 1, call->warps * 32, shared_bytes, seed);
-}
-const char* run_norm(const Norm* call, int grid, int threads, int shared_bytes, u32 seed) {
-    return machine::run(norm_body, call, grid, 1, threads, shared_bytes, seed);
+                        call, grid, call->split, call->warps * 32, shared_bytes, seed);
 }
 const char* run_decode(const Decode* call, int grid, int threads, u32 seed) {
     return machine::run(decode_body, call, grid, 1, threads, 0, seed);

@@ -286,8 +286,6 @@ DEVICE u32 bits_of_float(float value) {
 }
 DEVICE float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 DEVICE float exponential(float value) { return std::exp(value); }
-DEVICE float reciprocal_root(float value) { return 1 / std::sqrt(value); }
-DEVICE int quotient(int a, int b) { return a / b; }
 DEVICE float multiply(float a, float b) { return a * b; }
 
 // Lane l gives of A rows l/4, l/4 + 8 and columns 2·(l%4) + {0, 1, 8, 9}, of B these as rows and column l/4.
@@ -307,9 +305,16 @@ DEVICE void multiply_tile(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, cons
 }
 DEVICE float shuffle(float value, int lane) { return machine::exchange({{}, {}, {value}})[lane].c[0]; }
 DEVICE float shuffle_xor(float value, int mask) { return shuffle(value, (thread_index() % 32) ^ mask); }
-DEVICE u32 shuffle_word(u32 value, int lane) { return machine::exchange({{value}, {}, {}})[lane].a[0]; }
-DEVICE void synchronize_warp() { machine::gather(machine::own_warp(), 32); }
 DEVICE void synchronize_block() { machine::gather(machine::blocks[machine::current->block].barrier, machine::threads); }
+DEVICE void synchronize_cluster() {
+    machine::gather(machine::cluster_barrier, machine::threads * (int)machine::blocks.size());
+}
+DEVICE float load_cluster(const float* own, int rank) {
+    machine::check_shared(own, sizeof(float));
+    if (machine::fibers[rank * machine::threads].done) machine::fail("a block of the cluster has ended");
+    return *(const float*)(machine::blocks[rank].shared + ((const u8*)own - shared_memory()));
+}
+
 DEVICE void barrier_init(u64* barrier, u32 arrivals) {
     machine::check_shared(barrier, sizeof(u64));
     machine::barriers[barrier] = {(int)arrivals, (int)arrivals, 0, 0};
@@ -325,7 +330,6 @@ DEVICE void barrier_expect(u64* barrier, u32 bytes) {
     known.bytes += bytes;
     machine::complete(known);
 }
-DEVICE void barrier_arrive(u64* barrier) { barrier_expect(barrier, 0); }
 DEVICE void copy_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
     machine::check_global(from, 16, false);
     machine::check_global((const u8*)from + bytes - 16, 16, false);

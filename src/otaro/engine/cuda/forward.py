@@ -20,7 +20,6 @@ from otaro.engine.cuda.matrices import Product
 from otaro.engine.cuda.model import DeviceModel, Experts, Layer
 from otaro.engine.cuda.rows import DeviceSession, Rows
 from otaro.engine.shape import Shape
-from otaro.ops import cuda
 
 
 @dataclass(frozen=True)
@@ -31,59 +30,24 @@ class Prompt:
     position: int
 
 
-class Stream:
-    """The residual stream, and the last product, which is yet to be added to it."""
-
-    def __init__(self, x: Tensor, epsilon: float) -> None:
-        self.x, self.epsilon = x, epsilon
-        self.delta: Tensor | None = None
-
-    def norm(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The norm, once the last product is added."""
-        normed = fused.norm(self.x, self.delta, weight, self.epsilon, dtype)
-        self.delta = None
-        return normed
-
-    def multiply(self, product: Product, weight: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """A product with the norm, both in one launch where that can be."""
-        result = self._joined(product, weight, dtype, width, False)
-        return product.multiply(self.norm(weight, dtype), width) if result is None else result
-
-    def gated(self, product: Product, up: int, inner: int, weight: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """silu(gate) · up of a product with the norm, in as few launches as can be."""
-        result = self._joined(product, weight, dtype, width, True)
-        if result is not None:
-            return result
-        normed = self.norm(weight, dtype)
-        result = product.gated(normed, width)
-        return fused.swiglu(product.multiply(normed, width), inner, up) if result is None else result
-
-    def _joined(self, product: Product, weight: Tensor, dtype: torch.dtype, width: int, gated: bool) -> Tensor | None:
-        if self.x.shape[0] > 1:
-            return None
-        kept = self.x if self.delta is None else torch.empty_like(self.x)
-        stream = cuda.Stream(self.x, self.delta, weight, kept, self.epsilon)
-        result = product.normed(stream, dtype, width, gated)
-        if result is not None:
-            self.x, self.delta = kept, None
-        return result
-
-
-def states(model: DeviceModel, rows: Rows, widths: bytes, prompt: Prompt | None = None) -> Stream:
-    """What the head's norm is of."""
+def states(model: DeviceModel, rows: Rows, widths: bytes, prompt: Prompt | None = None) -> Tensor:
+    """What the head is multiplied with, [rows, hidden]."""
     shape, dtype = model.shape, model.dtype
-    stream = Stream(model.embedding.rows_of(rows.tokens, widths[0], torch.float32), shape.norm_epsilon)
+    x = model.embedding.rows_of(rows.tokens, widths[0], torch.float32)
+    delta: Tensor | None = None
     for number, layer in enumerate(model.layers):
         width = widths[1 + number]
-        qkv = stream.multiply(layer.qkv, layer.attention_norm, dtype, width)
+        normed = fused.norm(x, delta, layer.attention_norm, shape.norm_epsilon, dtype)
+        qkv = layer.qkv.multiply(normed, width)
         if prompt is None:
             mixed = fused.mix(model, layer, number, qkv, rows)
         else:
             query = fused.rotate(model, layer, number, qkv, rows)
             mixed = plain.attend_prompt(model, layer, number, query, prompt.session, prompt.position)
-        stream.delta = layer.output.multiply(mixed, width)
-        stream.delta = _feed_forward(layer, stream, dtype, width, shape, None if prompt is not None else rows)
-    return stream
+        delta = layer.output.multiply(mixed, width)
+        normed = fused.norm(x, delta, layer.feed_forward_norm, shape.norm_epsilon, dtype)
+        delta = _feed_forward(layer, normed, width, shape, None if prompt is not None else rows)
+    return fused.norm(x, delta, model.final_norm, shape.norm_epsilon, head_dtype(model))
 
 
 def head_dtype(model: DeviceModel) -> torch.dtype:
@@ -91,16 +55,15 @@ def head_dtype(model: DeviceModel) -> torch.dtype:
     return torch.float16 if model.dtype == torch.bfloat16 and model.device.type == "cuda" else model.dtype
 
 
-def _feed_forward(
-    layer: Layer, stream: Stream, dtype: torch.dtype, width: int, shape: Shape, rows: Rows | None
-) -> Tensor:
+def _feed_forward(layer: Layer, x: Tensor, width: int, shape: Shape, rows: Rows | None) -> Tensor:
     """Of a batch its `rows`, of which some may not be there; a prompt has none."""
-    norm = layer.feed_forward_norm
     if isinstance(layer.feed_forward, Experts):
         present = None if rows is None else rows.positions >= 0
-        return _experts(layer.feed_forward, stream.norm(norm, dtype), width, shape, present)
+        return _experts(layer.feed_forward, x, width, shape, present)
     gate_up, down = layer.feed_forward
-    inner = stream.gated(gate_up, gate_up.starts[1], shape.intermediate, norm, dtype, width)
+    inner = None if rows is None else gate_up.gated(x, width)
+    if inner is None:
+        inner = fused.swiglu(gate_up.multiply(x, width), shape.intermediate, gate_up.starts[1])
     return down.multiply(inner, width)
 
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from otaro.engine.cuda import picking, plain
-from otaro.engine.cuda.launches import has_kernels, overlaps, uses_triton
+from otaro.engine.cuda.launches import overlaps, uses_triton
 from otaro.engine.cuda.matrices import TURN
 from otaro.engine.cuda.model import DeviceModel, Layer
 from otaro.engine.cuda.rows import Rows
-from otaro.ops import cuda
 from otaro.sefp import CANDIDATES, ERROR_WIDTH
 
 KEYS = 128
@@ -24,6 +23,8 @@ KEYS = 128
 CODED_KEYS = 32
 """Keys at a time where that takes many instructions or registers: codes, and very large heads."""
 _SWIGLU_BLOCK, _LARGEST_BLOCK = 1024, 2048
+MIXED_STRETCHES = 16
+"""Stretches from which on rotation and attention of one row are one launch: with few of them two are quicker."""
 
 
 def _options(device: torch.device, warps: int) -> dict[str, Any]:
@@ -33,10 +34,6 @@ def _options(device: torch.device, warps: int) -> dict[str, Any]:
 
 def norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
     """Add to the residual stream in place, and give its RMS norm."""
-    if has_kernels(x.device):
-        normed = cuda.norm(cuda.Stream(x, delta, weight, x, epsilon), dtype, overlaps(x.device))
-        if normed is not None:
-            return normed
     if not uses_triton(x.device):
         return plain.norm(x, delta, weight, epsilon, dtype)
     from otaro.engine.cuda.kernels import norm_kernel
@@ -139,7 +136,7 @@ def mix(model: DeviceModel, layer: Layer, number: int, qkv: Tensor, rows: Rows) 
     """`rotate` and `attend`, of one row in one launch where that can be."""
     shape, block = model.shape, _block(model.shape.head_dimension)
     single = qkv.shape[0] == 1 and rows.layout.precision is None and layer.query_norm is None and block <= 128
-    if not uses_triton(qkv.device) or not single:
+    if not uses_triton(qkv.device) or not single or rows.stretches < MIXED_STRETCHES:
         return attend(model, layer, number, rotate(model, layer, number, qkv, rows), rows)
     from otaro.engine.cuda.kernels import mix_kernel
 
@@ -173,9 +170,7 @@ def _mixed(model: DeviceModel, like: Tensor, stretches: int) -> tuple[Tensor, Te
     return out, partial, torch.empty((*split, 2), dtype=torch.float32, device=like.device)
 
 
-def _combine(
-    model: DeviceModel, layer: Layer, out: Tensor, partial: Tensor, extremes: Tensor, rows: Rows
-) -> None:
+def _combine(model: DeviceModel, layer: Layer, out: Tensor, partial: Tensor, extremes: Tensor, rows: Rows) -> None:
     if rows.stretches == 1:
         return
     from otaro.engine.cuda.kernels import combine_kernel

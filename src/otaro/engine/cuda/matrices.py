@@ -61,10 +61,6 @@ class Product(ABC):
         """silu(gate) · up of a matrix of both, where that is one launch."""
         return None
 
-    def normed(self, stream: cuda.Stream, dtype: torch.dtype, mantissa: int, gated: bool) -> Tensor | None:
-        """The product with the norm of a stream, where that is one launch."""
-        return None
-
     @abstractmethod
     def rows_of(self, ids: Tensor, mantissa: int, dtype: torch.dtype) -> Tensor:
         """Rows by their numbers, those of all leading dimensions counted through."""
@@ -187,13 +183,6 @@ class PackedMatrix(Product):
             return None
         planes = self.fragments(mantissa)
         return cuda.multiply(x, planes, planes.stored, self.bias, overlaps(self.device), self._gates)
-
-    def normed(self, stream: cuda.Stream, dtype: torch.dtype, mantissa: int, gated: bool) -> Tensor | None:
-        if not has_kernels(self.device):
-            return None
-        planes = self.fragments(mantissa)
-        rows = self._gates if gated else 0
-        return cuda.multiply_normed(stream, dtype, planes, planes.stored, self.bias, overlaps(self.device), rows)
 
     def _multiplies(self, x: Tensor) -> bool:
         return has_kernels(self.device) and x.dtype != torch.float32

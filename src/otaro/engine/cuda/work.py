@@ -23,7 +23,7 @@ from torch import Tensor
 
 from otaro.engine.cuda import fused, picking
 from otaro.engine.cuda.ahead import Ahead
-from otaro.engine.cuda.forward import Prompt, head_dtype, states
+from otaro.engine.cuda.forward import Prompt, states
 from otaro.engine.cuda.fused import KEYS
 from otaro.engine.cuda.launches import captures
 from otaro.engine.cuda.model import DeviceModel
@@ -257,9 +257,9 @@ class DeviceWork:
         model = self._model
         places = inputs[_ADDRESS : _CAPACITY + 1]
         rows = Rows(inputs[_TOKEN], inputs[_POSITION], places, sessions, kind.layout, kind.stretches)
+        hidden = states(model, rows, kind.widths)
         head = model.head.first(kind.draft_rows) if kind.draft_rows else model.head
-        stream = states(model, rows, kind.widths)
-        logits = stream.multiply(head, model.final_norm, head_dtype(model), kind.widths[-1])
+        logits = head.multiply(hidden, kind.widths[-1])
         if kind.draft_rows:
             two = logits.float().topk(2)
             return Outcome(logits, two.indices[:, 0], two.values[:, 0] - two.values[:, 1])
@@ -288,8 +288,7 @@ class DeviceWork:
                 [session] * many,
                 session.layout,
             )
-            stream = states(self._model, rows, step.widths, Prompt(session, position))
-            hidden = stream.norm(self._model.final_norm, head_dtype(self._model))
+            hidden = states(self._model, rows, step.widths, Prompt(session, position))
             wanted = min(many, start + many - (count - step.rows))
             for part in hidden[many - wanted :].split(HEAD_ROWS) if wanted > 0 else ():
                 logits = self._model.head.multiply(part, step.widths[-1])

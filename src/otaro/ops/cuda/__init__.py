@@ -3,7 +3,7 @@
     layout    planes of the files ↔ fragment order, in plain torch
     calls     the kernels' arguments, and how a product is divided among blocks
     compiler  NVRTC, the cache of compiled kernels, launches
-    matvec.cu, decode.cu, norm.cu      the kernels; planes.cuh: where bits lie; machine.cuh: the instructions they use
+    matvec.cu, decode.cu      the kernels; planes.cuh: where bits lie; machine.cuh: the instructions they use
 
 `linear` picks by batch: up to 16 rows of x are multiplied straight from the planes, reading the bits of the width and
 no others; more are multiplied by torch with the decoded weight. Scheme ``nested``, groups of 64, 128 or 256;
@@ -20,26 +20,23 @@ from torch import Tensor
 
 from otaro.errors import PrecisionError
 from otaro.ops.cuda import calls, compiler
-from otaro.ops.cuda.calls import MOST_BATCH, Device, Plan, Stream
-from otaro.ops.cuda.layout import COLUMNS, ROWS, Fragments, from_planes, supports, to_planes
+from otaro.ops.cuda.calls import MOST_BATCH, Device, Plan
+from otaro.ops.cuda.layout import ROWS, Fragments, from_planes, supports, to_planes
 from otaro.precision import NARROWEST, Precision
 
 __all__ = [
     "Fragments",
-    "Stream",
     "available",
     "dequantize",
     "embedding",
     "from_planes",
     "linear",
     "multiply",
-    "multiply_normed",
-    "norm",
     "supports",
     "to_planes",
 ]
 
-_DECODE_THREADS, _MOST_BLOCKS, _NORM_WARPS = 128, 2**31 - 1, 16
+_DECODE_THREADS, _MOST_BLOCKS = 128, 2**31 - 1
 
 
 def available(device: torch.device) -> str | None:
@@ -89,40 +86,6 @@ def multiply(
         x = x.clone()
     _launch(x, fragments, bias, y, overlap=overlap, gated=gated)
     return y
-
-
-def multiply_normed(
-    stream: Stream,
-    dtype: torch.dtype,
-    fragments: Fragments,
-    precision: Precision,
-    bias: Tensor | None,
-    overlap: bool,
-    gated: int = 0,
-) -> Tensor | None:
-    """`multiply` of the norm of a stream of one row, in the product's own launch; None where it cannot be."""
-    x = stream.x
-    if x.shape[0] != 1 or not stream.fits or dtype not in (torch.float16, torch.bfloat16):
-        return None
-    extra = precision.mantissa - NARROWEST.mantissa
-    tiles, units = fragments.base.shape[:2]
-    if not _divides(_index(fragments.base), tiles, units, extra, 1):
-        return None
-    y = torch.empty((1, gated or fragments.rows), dtype=dtype, device=x.device)
-    _launch(y, fragments, bias, y, overlap=overlap, gated=gated, stream=stream)
-    return y
-
-
-def norm(stream: Stream, dtype: torch.dtype, overlap: bool) -> Tensor | None:
-    """The norm alone, of any number of rows, to the bit what `multiply_normed` makes; None where it cannot be."""
-    if not stream.fits or dtype not in (torch.float16, torch.bfloat16):
-        return None
-    rows, columns = stream.x.shape
-    out = torch.empty((rows, columns), dtype=dtype, device=stream.x.device)
-    units = -(-columns // COLUMNS)
-    kernel = compiler.kernel("norm", _index(out))
-    kernel.launch(calls.norm_call(stream, out), rows, 32 * min(units, _NORM_WARPS), 4 * units, overlap)
-    return out
 
 
 def dequantize(fragments: Fragments, precision: Precision, dtype: torch.dtype) -> Tensor:
@@ -202,13 +165,12 @@ def _launch(
     width: Tensor | None = None,
     overlap: bool = False,
     gated: int = 0,
-    stream: Stream | None = None,
 ) -> None:
     extra, rows, batch = len(fragments.bits), fragments.rows, math.prod(x.shape[:-1])
     units = fragments.base.shape[1]
-    kernel, plan = launch_plan(_index(x), rows, units, extra, batch, width is not None)
-    call = calls.matvec_call(x, fragments, extra, bias, y, plan, width, gated, stream)
-    kernel.launch(call, plan.blocks, plan.threads, plan.shared_bytes, overlap)
+    kernel, plan = launch_plan(_index(x), rows, units, extra, batch, width is not None, gated > 0)
+    call = calls.matvec_call(x, fragments, extra, bias, y, plan, width, gated)
+    kernel.launch(call, plan.split * plan.clusters, plan.threads, plan.shared_bytes(rows), plan.split, overlap)
 
 
 def _rows(
@@ -240,11 +202,12 @@ def launch_plan(
     extra: int,
     batch: int,
     dynamic: bool = False,
+    gated: bool = False,
     **choices: int,
 ) -> tuple[compiler.Kernel, Plan]:
     """The kernel for a product and how it is divided, found once for each shape."""
     columns = calls.kernel_columns(batch)
-    return _launch_plan(index, rows, units, extra, columns, dynamic, tuple(sorted(choices.items())))
+    return _launch_plan(index, rows, units, extra, columns, dynamic, gated, tuple(sorted(choices.items())))
 
 
 @functools.cache
@@ -255,6 +218,7 @@ def _launch_plan(
     extra: int,
     columns: int,
     dynamic: bool,
+    gated: bool,
     choices: tuple[tuple[str, int], ...],
 ) -> tuple[compiler.Kernel, Plan]:
     kernel = compiler.kernel(
@@ -262,9 +226,16 @@ def _launch_plan(
         index,
         OTARO_EXTRA=-1 if dynamic else extra,
         OTARO_COLUMNS=columns,
-        OTARO_THREADS=calls.most_threads(columns),
+        OTARO_GATED=int(gated),
+        OTARO_THREADS=32 * calls.most_warps(columns),
     )
-    plan = calls.plan(rows, units, extra, columns, device_limits(index), **dict(choices))
+    device, given = device_limits(index), dict(choices)
+    plan = calls.plan(rows, units, extra, columns, device, **given)
+    if plan is not None and plan.split > 1:
+        # Clusters that do not all fit at once would come in a second wave, after the first.
+        active = kernel.active_clusters(plan.split, plan.threads, plan.shared_bytes(rows))
+        if 0 < active < plan.clusters:
+            plan = calls.plan(rows, units, extra, columns, device, **given, most_clusters=active)
     if plan is None:
         raise ValueError(f"a weight of {rows} rows and {units} units of columns cannot be divided among blocks")
     return kernel, plan

@@ -1,36 +1,38 @@
 """What the kernels are called with: their arguments as C structures, and how a product is divided among blocks.
 
-A product's work is tiles of 16 rows by units of 256 columns. A block takes a range of tiles, `warps` units of them side
-by side, in `rounds` where there are more. Bytes come in stages of `tiles` tiles.
-:func:`plan` chooses these by shape, batch and width; nothing else does.
+A product's work is tiles of 16 rows by units of 256 columns. A cluster of `split` blocks takes a range of tiles; each
+of its blocks takes `warps` of the units side by side, all of its tiles, `tiles` of them at a time. :func:`plan` chooses
+these by shape, batch and width; nothing else does.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from otaro.ops.cuda.layout import COLUMNS, ROWS, Fragments
+from otaro.ops.cuda.layout import ROWS, Fragments
 from otaro.precision import NARROWEST, WIDEST
 
 MOST_EXTRA = WIDEST.mantissa - NARROWEST.mantissa
-MOST_BATCH, MOST_COLUMNS = 16, 32768
-"""The largest batch that one product takes, and the most columns."""
+MOST_BATCH = 16
+"""The largest batch that one product takes."""
+_SPLITS = (1, 2, 4, 7, 8)
+MOST_SPLIT = _SPLITS[-1]
+"""Blocks in a cluster that every GPU with clusters can hold."""
 _UNIT_BYTES, _BIT_BYTES, _SCALE_BYTES = 2048, 512, 64
-_MOST_STAGES, _MOST_SUMS = 16, 16
-_HEAD_BYTES = 1024
+_HEAD_BYTES, _MOST_STAGES = 256, 16
 _RESERVED = 1024
 """Bytes of shared memory that the system keeps of every block's."""
-_STAGE_BYTES = 40 * 1024
-"""At most what is copied at a time, so that work begins soon and stages are filled again soon."""
-_SUMS = 4
-"""Stages whose sums there is room for, so that warps need not wait until they are summed up."""
-_SUMS_BYTES = 32 * 1024
-"""At most what sums take that wait for further rounds."""
+_STAGE_BYTES = 88 * 1024
+"""At most what is copied at a time: warps wait for each other after every stage, so few large ones are quicker."""
+_LEAST_STEPS = 2
+"""Steps of a block that has enough tiles, so that it computes while it copies."""
+_CLUSTER_WARPS = 8
+"""Warps of a block where columns are divided: two such blocks share a multiprocessor, one computes while one waits."""
 
 
 class CPlanes(ctypes.Structure):
@@ -44,27 +46,6 @@ class CPlanes(ctypes.Structure):
     )
 
 
-class CStream(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("delta", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("sum", ctypes.c_void_p),
-        ("epsilon", ctypes.c_float),
-        ("inverse", ctypes.c_float),
-        ("bfloat", ctypes.c_int),
-    )
-
-
-class CNorm(ctypes.Structure):
-    _fields_ = (
-        ("stream", CStream),
-        ("out", ctypes.c_void_p),
-        ("columns", ctypes.c_int),
-        ("bfloat", ctypes.c_int),
-    )
-
-
 class CMatvec(ctypes.Structure):
     _fields_ = (
         ("planes", CPlanes),
@@ -75,18 +56,13 @@ class CMatvec(ctypes.Structure):
         ("batch", ctypes.c_int),
         ("bfloat", ctypes.c_int),
         ("stored", ctypes.c_int),
+        ("split", ctypes.c_int),
         ("warps", ctypes.c_int),
-        ("rounds", ctypes.c_int),
-        ("tiles", ctypes.c_int),
-        ("stages", ctypes.c_int),
+        ("tiles_per_stage", ctypes.c_int),
         ("stage_memory", ctypes.c_int),
-        ("sums", ctypes.c_int),
-        ("lag", ctypes.c_int),
-        ("warm", ctypes.c_int),
         ("share", ctypes.c_int),
         ("rest", ctypes.c_int),
         ("gated", ctypes.c_int),
-        ("stream", CStream),
     )
 
 
@@ -117,14 +93,11 @@ class Plan:
     """How a product is divided: see the head of this module. `columns` is the batch the kernel is made for."""
 
     columns: int
+    split: int
     warps: int
-    rounds: int
     tiles: int
     stages: int
-    sums: int
-    lag: int
-    warm: int
-    blocks: int
+    clusters: int
     extra: int
 
     @property
@@ -135,10 +108,11 @@ class Plan:
     def stage_memory(self) -> int:
         return self.stages * self.tiles * self.warps * unit_bytes(self.extra)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block: barriers, stages, sums of the warps."""
-        return _HEAD_BYTES + self.stage_memory + self.sums * self.tiles * self.warps * ROWS * self.columns * 4
+    def shared_bytes(self, rows: int) -> int:
+        """Shared memory of a block: barriers, stages, sums of the warps and, where columns are divided, results."""
+        results = -(-_tiles(rows) // self.clusters) if self.split > 1 else 0
+        sums = (2 * self.tiles * self.warps + results) * ROWS * self.columns * 4
+        return _HEAD_BYTES + self.stage_memory + sums
 
 
 def unit_bytes(extra: int) -> int:
@@ -156,10 +130,6 @@ def most_warps(columns: int) -> int:
     return 8 if columns == MOST_BATCH else 16
 
 
-def most_threads(columns: int) -> int:
-    return 32 * most_warps(columns)
-
-
 def plan(
     rows: int,
     units: int,
@@ -167,43 +137,46 @@ def plan(
     batch: int,
     device: Device,
     *,
+    split: int | None = None,
     tiles: int | None = None,
     blocks: int | None = None,
-    sums: int | None = None,
-    stages: int | None = None,
-    lag: int | None = None,
-    warm: int = 1,
+    most_clusters: int | None = None,
 ) -> Plan | None:
-    """How to divide a product, or None where the device cannot hold as much.
+    """How to divide a product, or None where it has too many columns for the device.
 
-    What is given is taken, for measuring other choices; `blocks` are those of a multiprocessor.
+    What is given is taken: clusters that can be at work at once, and choices that are being measured.
     """
     columns = kernel_columns(batch)
     limit = most_warps(columns)
-    if units > MOST_COLUMNS // COLUMNS:
+    if split is None:
+        # One block where the registers allow it, unless most multiprocessors would be left without work.
+        split = 1 if units <= limit else next((s for s in _SPLITS if -(-units // s) <= _CLUSTER_WARPS), MOST_SPLIT)
+        while split * 2 <= min(MOST_SPLIT, units) and _tiles(rows) * split * 4 <= device.processors:
+            split *= 2
+    warps = -(-units // split)
+    if warps > limit or split > MOST_SPLIT:
         return None
-    rounds = -(-units // limit)
-    warps = -(-units // rounds)
-    unit = unit_bytes(extra)
-    for each in range(blocks or max(limit // warps, 1), 0, -1):
-        count = min(_tiles(rows), each * device.processors)
-        share = -(-_tiles(rows) // count)
-        room = device.shared // each - _RESERVED
-        together = tiles or max(1, min(min(_STAGE_BYTES, room // 3) // (warps * unit), share // 2))
-        if rounds > 1:
-            together = 1
-        steps = -(-share // together)
-        kept = sums or (_SUMS if rounds == 1 else max(_SUMS, _SUMS_BYTES // (warps * ROWS * columns * 4)))
-        kept = 1 << min(kept, _MOST_SUMS).bit_length() - 1
-        while kept >= 2 * steps:
-            kept //= 2
-        for some in range(min(stages or _MOST_STAGES, steps * rounds), 0, -1):
-            for fewer in (kept, 1)[: 1 if some > 1 else 2]:
-                later = min(lag or (2 if some > 3 else 1), some, fewer, steps * rounds)
-                chosen = Plan(columns, warps, rounds, together, some, fewer, later, warm, count, extra)
-                if chosen.shared_bytes <= room:
-                    return chosen
-    return None
+    most = blocks or max(limit // warps, 1)
+    for blocks in range(most, 0, -1):
+        clusters = min(_tiles(rows), max(blocks * device.processors // split, 1), most_clusters or _tiles(rows))
+        share = -(-_tiles(rows) // clusters)
+        count = tiles or max(1, min(_STAGE_BYTES // (warps * unit_bytes(extra)), share // _LEAST_STEPS))
+        room = device.shared // blocks - _RESERVED
+        for stages in range(min(_MOST_STAGES, -(-share // count)), 0, -1):
+            chosen = Plan(columns, split, warps, count, stages, clusters, extra)
+            if chosen.shared_bytes(rows) <= room:
+                return chosen
+    # Results of so many tiles do not fit: more clusters, one after the other.
+    return _in_waves(rows, Plan(columns, split, warps, 1, 1, clusters, extra), room)
+
+
+def _in_waves(rows: int, chosen: Plan, room: int) -> Plan | None:
+    """The same with as many clusters as make their results fit."""
+    while chosen.shared_bytes(rows) > room:
+        if chosen.clusters >= _tiles(rows):
+            return None
+        chosen = replace(chosen, clusters=min(2 * chosen.clusters, _tiles(rows)))
+    return chosen
 
 
 def c_planes(fragments: Fragments, extra: int) -> CPlanes:
@@ -218,46 +191,6 @@ def c_planes(fragments: Fragments, extra: int) -> CPlanes:
     )
 
 
-@dataclass(frozen=True)
-class Stream:
-    """The residual stream in float32, the last product, which is to be added to it, and the norm that follows.
-
-    `sum` is where the new stream is kept, which may be where the old one is if a norm alone is made.
-    """
-
-    x: Tensor
-    delta: Tensor | None
-    weight: Tensor
-    sum: Tensor
-    epsilon: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether rows are of whole fours, as kernels read them."""
-        columns = self.x.shape[-1]
-        tensors = (self.x, self.weight, self.sum, *(() if self.delta is None else (self.delta,)))
-        return columns % 4 == 0 and columns <= MOST_COLUMNS and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-
-
-def _stream(stream: Stream | None) -> CStream:
-    if stream is None:
-        return CStream()
-    delta = stream.delta
-    return CStream(
-        stream.x.data_ptr(),
-        None if delta is None else delta.data_ptr(),
-        stream.weight.data_ptr(),
-        stream.sum.data_ptr(),
-        stream.epsilon,
-        1 / stream.x.shape[-1],
-        int(delta is not None and delta.dtype == torch.bfloat16),
-    )
-
-
-def norm_call(stream: Stream, out: Tensor) -> CNorm:
-    return CNorm(_stream(stream), out.data_ptr(), out.shape[-1], int(out.dtype == torch.bfloat16))
-
-
 def matvec_call(
     x: Tensor,
     fragments: Fragments,
@@ -267,9 +200,7 @@ def matvec_call(
     chosen: Plan,
     mantissa: Tensor | None,
     gated: int = 0,
-    stream: Stream | None = None,
 ) -> CMatvec:
-    """`x` is what the kernel reads or, of a `stream`, of the type and shape of its norm."""
     return CMatvec(
         c_planes(fragments, extra),
         x.data_ptr(),
@@ -279,17 +210,12 @@ def matvec_call(
         math.prod(x.shape[:-1]),
         int(x.dtype == torch.bfloat16),
         NARROWEST.mantissa + extra,
+        chosen.split,
         chosen.warps,
-        chosen.rounds,
         chosen.tiles,
-        chosen.stages,
         chosen.stage_memory,
-        chosen.sums,
-        chosen.lag,
-        chosen.warm,
-        *divmod(_tiles(fragments.rows), chosen.blocks),
+        *divmod(_tiles(fragments.rows), chosen.clusters),
         gated,
-        _stream(stream),
     )
 
 

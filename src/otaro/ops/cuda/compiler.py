@@ -3,7 +3,7 @@
 Users of torch have NVRTC (it comes with torch) and the driver, but no nvcc and no headers; the source needs neither. A
 compiled kernel is kept under the user's cache folder, by source, options, GPU and version of NVRTC, so that it is
 compiled once on a machine. torch's own way to NVRTC is private, not in every torch that is supported, and knows no
-launches that overlap; the driver's launch is a stable interface.
+clusters; the driver's launch is a stable interface.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 from otaro.errors import OtaroError
 
 CAPABILITY = (9, 0)
-"""The first GPUs with copies of blocks of bytes."""
+"""The first GPUs with copies of blocks of bytes and with clusters."""
 CACHE_VARIABLE = "OTARO_CACHE"
 HEADERS = ("machine.cuh", "planes.cuh")
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER, _OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
 _DEFAULT_SHARED = 48 * 1024
 
 
@@ -77,14 +77,31 @@ class Kernel:
         self._index = index
         self._shared = _DEFAULT_SHARED
 
+    def active_clusters(self, split: int, threads: int, shared: int) -> int:
+        """How many clusters of so many blocks can be at work at once."""
+        self._allow(shared)
+        attributes = (_Attribute * 1)(_Attribute(_CLUSTER, 0, _words(split, 1, 1)))
+        config = _Config((split, 1, 1), (threads, 1, 1), shared, None, attributes, 1)
+        count = ctypes.c_int()
+        with _current(self._index):
+            _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
+        return count.value
+
     def launch(
-        self, call: ctypes.Structure, blocks: int, threads: int, shared: int = 0, overlap: bool = False
+        self, call: ctypes.Structure, blocks: int, threads: int, shared: int = 0, split: int = 1, overlap: bool = False
     ) -> None:
         """Put one launch on the current stream; with `overlap` it may begin before its predecessor has ended."""
         self._allow(shared)
-        attributes = (_Attribute * 1)(_Attribute(_OVERLAP, 0, _words(1)))
+        attributes = (_Attribute * 2)()
+        count = 0
+        if split > 1:
+            attributes[count] = _Attribute(_CLUSTER, 0, _words(split, 1, 1))
+            count += 1
+        if overlap:
+            attributes[count] = _Attribute(_OVERLAP, 0, _words(1))
+            count += 1
         stream = torch.cuda.current_stream(self._index).cuda_stream
-        config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, attributes, int(overlap))
+        config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, attributes, count)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
         with _current(self._index):
             _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None))

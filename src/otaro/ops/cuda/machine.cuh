@@ -35,14 +35,6 @@ DEVICE uint2 load_fresh(const uint2* from) {
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(from) : "memory");
     return value;
 }
-DEVICE float4 load_fresh(const float4* from) {
-    float4 value;
-    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "l"(from)
-                 : "memory");
-    return value;
-}
 
 DEVICE u32 rotate_right(u32 word, int count) { return __funnelshift_r(word, word, count); }
 DEVICE u32 permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
@@ -83,13 +75,6 @@ DEVICE float exponential(float value) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
     return result;
 }
-DEVICE float reciprocal_root(float value) {
-    float result;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
-    return result;
-}
-// a / b, rounded down, of whole numbers below 2^20: a tenth of the instructions of a division.
-DEVICE int quotient(int a, int b) { return (int)__fdividef((float)a + 0.5f, (float)b); }
 // A product that is never fused with a sum.
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 
@@ -102,11 +87,20 @@ DEVICE void multiply_tile(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, cons
 
 DEVICE float shuffle(float value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
-DEVICE u32 shuffle_word(u32 value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
-DEVICE void synchronize_warp() { __syncwarp(); }
 DEVICE void synchronize_block() { __syncthreads(); }
 
+// All blocks of a cluster, their shared memory seen by all.
+DEVICE void synchronize_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+DEVICE float load_cluster(const float* own, int rank) {
+    u32 address;
+    float value;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
 
 // A barrier in shared memory that counts the bytes of copies, and copies of whole blocks of bytes that report to it.
 DEVICE void barrier_init(u64* barrier, u32 arrivals) {
@@ -118,9 +112,6 @@ DEVICE void barriers_ready() {
 DEVICE void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
-}
-DEVICE void barrier_arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 DEVICE void copy_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -138,10 +129,17 @@ DEVICE bool barrier_passed(u64* barrier, u32 phase) {
                  : "memory");
     return done != 0;
 }
-// Waits for the end of a phase. A copy that does not come ends the kernel with an error after some seconds, not never.
+DEVICE u64 nanoseconds() {
+    u64 time;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+    return time;
+}
+// Waits for the end of a phase. A copy that does not come ends the kernel with an error after four seconds, not never.
 DEVICE void barrier_wait(u64* barrier, u32 phase) {
-    for (u32 tries = 0; !barrier_passed(barrier, phase);)
-        if (++tries == 1u << 27) asm volatile("trap;");
+    if (barrier_passed(barrier, phase)) return;
+    u64 start = nanoseconds();
+    while (!barrier_passed(barrier, phase))
+        if (nanoseconds() - start > 4000000000ull) asm volatile("trap;");
 }
 
 // Where the launch allows it, the next kernel may start its own preparations, and this one awaits its predecessor.

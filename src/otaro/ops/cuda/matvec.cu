@@ -10,13 +10,12 @@
 //
 // Operations on integers per weight, loads and products aside: 0.63 at E5M3, 1.16, 1.31, 1.84, 1.75, 2.28 at E5M8.
 //
-// A block takes `warps` units side by side, one for each of its warps, which keep their part of x in registers, and walks
-// down the tiles of 16 rows; wider weights take several rounds over the same tiles. Bytes come through a ring of stages
-// in shared memory, copied in large blocks. Warps wait for their bytes alone, not for each other. They take turns to
-// look after a stage that all have read, a step or two later: to have it filled again, and to sum up what all found,
-// always in the same order: equal calls give equal bits.
+// A block takes `warps` units side by side, one for each warp, which keeps its part of x in registers, and walks down
+// the tiles of 16 rows; bytes come through a ring of stages in shared memory, copied in large blocks. Sums over warps go
+// through shared memory, over the blocks of a cluster (which divide the columns) through theirs, always in the same
+// order: equal calls give equal bits.
 
-constexpr int MOST_STAGES = 16, MOST_SUMS = 16, MOST_UNITS = 128, HEAD_BYTES = 1024;
+constexpr int MOST_STAGES = 16, BARRIER_BYTES = 128, HEAD_BYTES = 256;
 
 struct Matvec {
     Planes planes;
@@ -24,15 +23,9 @@ struct Matvec {
     u16* y;              // [batch, rows]
     const int* mantissa; // in device memory, for the form that reads its width there
     int batch, bfloat, stored;
-    int warps, rounds;       // units side by side, and how often
-    int tiles, stages;       // tiles of a stage, and how many stages the widest width has room for
-    int stage_memory;        // bytes of all stages
-    int sums;                // stages' tiles whose sums there is room for, a power of two
-    int lag;                 // how many steps later a stage is looked after, at most `sums` and the stages
-    int warm;
-    int share, rest;          // tiles of a block, and how many blocks have one more
-    int gated;                // rows of y where it is silu(gate) · up, else 0
-    Stream stream;            // one row of which x is the norm, instead of x
+    int split, warps, tiles_per_stage, stage_memory; // blocks of a cluster; warps, tiles and bytes of a block
+    int share, rest;                                 // tiles of a cluster, and how many clusters have one more
+    int gated;                                       // rows of y where it is silu(gate) · up, else 0
 };
 
 // Two half floats 2^exponent, into whose mantissas fields are put.
@@ -61,7 +54,7 @@ template <int WEIGHT> DEVICE void nibble_fields(u32 (&a)[4], u32 word) {
 // 16 columns of x for one lane's column of B: four steps of two words.
 template <int TILES> struct Activations {
     u32 words[TILES][4][8];
-    float start[TILES][4][2]; // what the accumulators of a group begin with
+    float start[TILES][4][4]; // what the accumulators of a group begin with
     float factor[TILES][2];   // what sums of the lane's two columns of the result are multiplied by
 };
 
@@ -87,7 +80,6 @@ template <bool ALIGNED> DEVICE void load_unit(u32 (&words)[4][8], const Matvec& 
     for (int s = 0; s < 4; s++)
         load_four<ALIGNED>(words[g][2 * s], words[g][2 * s + 1], call, row, column + 64 * g + 16 * s);
 }
-DEVICE bool aligned(const Matvec& call) { return (call.planes.columns & 3) == 0; }
 
 // bfloat16 becomes half float times a power of two, such that the largest of a row's 256 lies in [2^14, 2^15): eight
 // significant bits are kept down to 2^-31 of it.
@@ -116,97 +108,31 @@ DEVICE float scale_bfloats(u32 (&words)[4][8]) {
     return float_of_bits((u32)(254 - field) << 23);
 }
 
-// A unit's columns of x on their way: of one row a lane has eight, asked for long before they are needed; of more rows
-// they are loaded where they are needed.
-template <int COLUMNS> struct Incoming {
-    u32 words[COLUMNS == 1 ? 4 : 1];
-    float factor; // of the norm
-
-    template <bool ALIGNED> DEVICE void load(const Matvec& call, int column) {
-        load_four<ALIGNED>(words[0], words[1], call, 0, column);
-        load_four<ALIGNED>(words[2], words[3], call, 0, column + 128);
-    }
-    DEVICE void ask(const Matvec& call, int unit) {
-        if constexpr (COLUMNS == 1) {
-            if (call.stream.x != nullptr) {
-                float value[8], weight[8];
-                load_norm(weight, call.stream, call.planes.columns, unit);
-                load_stream(value, call.stream, 0, call.planes.columns, unit);
-                return normed_words(words, value, factor, weight, call.bfloat);
-            }
-            int column = 256 * unit + 4 * (thread_index() & 31);
-            aligned(call) ? load<true>(call, column) : load<false>(call, column);
-        }
-    }
-    // The words of a lane; of one row all columns of B are the same.
-    DEVICE void take(u32 (&taken)[4][8], const Matvec& call, int unit, int tile) const {
-        int lane = thread_index() & 31, own = lane & 3;
-        if constexpr (COLUMNS > 1) {
-            int row = 8 * tile + (lane >> 2), column = 256 * unit + 4 * own;
-            aligned(call) ? load_unit<true>(taken, call, row, column) : load_unit<false>(taken, call, row, column);
-        } else {
-            UNROLL
-            for (int g = 0; g < 4; g++) UNROLL
-            for (int j = 0; j < 8; j++)
-                taken[g][j] = shuffle_word(words[(g & 2) + (j & 1)], 16 * (g & 1) + 4 * (j >> 1) + own);
-        }
-    }
-};
-
-// What there is of x at first. Of a stream every block makes the norm; the first of them keeps the new stream.
-template <int COLUMNS> DEVICE void begin_activations(Incoming<COLUMNS>& incoming, const Matvec& call, float* squares) {
-    const int warp = thread_index() >> 5, columns = call.planes.columns;
-    if (COLUMNS > 1 || call.stream.x == nullptr) {
-        await_previous_kernel();
-        return incoming.ask(call, warp);
-    }
-    if constexpr (COLUMNS == 1) {
-        float value[8], weight[8];
-        load_norm(weight, call.stream, columns, warp);
-        await_previous_kernel();
-        for (int unit = warp; unit < call.planes.units; unit += call.warps) {
-            load_stream(value, call.stream, 0, columns, unit);
-            const float sum = unit_squares(value);
-            if ((thread_index() & 31) == 0) store_shared(squares + unit, sum);
-            if (block_index() == 0 && call.stream.delta != nullptr) keep_stream(value, call.stream, 0, columns, unit);
-        }
-        synchronize_block();
-        incoming.factor = norm_factor(squares, call.planes.units, call.stream);
-        if (call.rounds > 1) return incoming.ask(call, warp);
-        normed_words(incoming.words, value, incoming.factor, weight, call.bfloat);
-    }
-}
-
-// What is to be taken from the sum over a column's fields for each number of x, in two half floats, twice: its first eleven
-// bits, or those after them.
-template <int EXTRA> DEVICE u32 offset_halves(int step, int pair, bool rest) {
-    float value = column_offset<EXTRA>(step, pair) - format_bias(EXTRA + 3);
-    if (rest) value -= float_of_bits(bits_of_float(value) & 0xFFFFE000u);
-    return value == 0 ? 0 : ((bits_of_float(value) >> 13) - (112u << 10) + 0x8000u) * 0x10001u;
-}
-
-template <int EXTRA, int COLUMNS, int TILES>
-DEVICE void take_activations(Activations<TILES>& x, const Incoming<COLUMNS>& incoming, const Matvec& call, int unit) {
-    int own = thread_index() & 3;
+template <int EXTRA, int TILES> DEVICE void load_activations(Activations<TILES>& x, const Matvec& call, int unit) {
+    int lane = thread_index() & 31, own = lane & 3;
     UNROLL
     for (int tile = 0; tile < TILES; tile++) {
-        incoming.take(x.words[tile], call, unit, tile);
+        if ((call.planes.columns & 3) == 0)
+            load_unit<true>(x.words[tile], call, 8 * tile + (lane >> 2), 256 * unit + 4 * own);
+        else
+            load_unit<false>(x.words[tile], call, 8 * tile + (lane >> 2), 256 * unit + 4 * own);
         float factor = call.bfloat ? scale_bfloats(x.words[tile]) : 1.0f;
         factor *= power_of_two(-2 - EXTRA);
         UNROLL
         for (int j = 0; j < 2; j++) x.factor[tile][j] = shuffle(factor, 4 * (2 * own + j));
         UNROLL
         for (int g = 0; g < 4; g++) {
-            float start[4] = {0, 0, 0, 0};
+            float sum = 0;
             UNROLL
             for (int j = 0; j < 8; j++) {
-                const int step = j >> 1, rest = j & 1;
-                const u32 first = offset_halves<EXTRA>(step, 0, rest), second = offset_halves<EXTRA>(step, 1, rest);
-                const u32 a[4] = {first, first, second, second};
-                if (first != 0 || second != 0)
-                    multiply_tile(start, a, x.words[tile][g][2 * step], x.words[tile][g][2 * step + 1], start);
+                float offset = format_bias(EXTRA + 3) - column_offset<EXTRA>(j >> 1, j & 1);
+                u32 word = x.words[tile][g][j];
+                sum += offset * (float_of_half(word & 0xFFFF) + float_of_half(word >> 16));
             }
-            x.start[tile][g][0] = start[0], x.start[tile][g][1] = start[1];
+            sum += shuffle_xor(sum, 1);
+            sum += shuffle_xor(sum, 2);
+            UNROLL
+            for (int j = 0; j < 4; j++) x.start[tile][g][j] = shuffle(sum, 4 * (2 * own + (j & 1)));
         }
     }
 }
@@ -231,7 +157,7 @@ DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES>& x, 
         float total[TILES][4];
         UNROLL
         for (int tile = 0; tile < TILES; tile++) UNROLL
-        for (int j = 0; j < 4; j++) total[tile][j] = x.start[tile][g][j & 1];
+        for (int j = 0; j < 4; j++) total[tile][j] = x.start[tile][g][j];
         auto add = [&](const u32(&a)[4], int s) {
             UNROLL
             for (int tile = 0; tile < TILES; tile++)
@@ -289,91 +215,70 @@ DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES>& x, 
     }
 }
 
-// At the beginning of shared memory; the ring of stages and sums of the warps follow.
-struct Head {
-    u64 filled[MOST_STAGES], emptied[MOST_STAGES], summed[MOST_SUMS]; // barriers
-    float squares[MOST_UNITS];                                         // of the stream, unit by unit
+// A block's share of the work: tiles of the rows, units of the columns, stages of its ring.
+struct Share {
+    int rank, begin, end, first_unit, units, stages;
 };
 
-// A step of a block's work: tiles of a stage in one of the rounds. Tiles that there is room for sums of go through all
-// rounds before the next ones.
-struct Step {
-    int round, sums, tile, count;
-};
-
+// How shared memory is divided: barriers, the share (kept there because registers are scarce), the ring of stages, sums
+// of the warps for two steps, results of tiles that other blocks of the cluster add to.
 template <int EXTRA, int COLUMNS> struct Block {
     static constexpr int UNIT = UNIT_BASE + EXTRA * UNIT_BITS + UNIT_SCALE;
     static constexpr int PARTS = EXTRA + 2;   // the base, the planes, the scales
     static constexpr int SUMS = 16 * COLUMNS; // floats of a tile's results
-    static_assert(sizeof(Head) <= HEAD_BYTES);
 
-    DEVICE static Head& head() { return *(Head*)shared_memory(); }
-    // The sums of a stage's tiles: those of each warp, tile by tile.
-    DEVICE static float* sums(const Matvec& call, int sums) {
-        return (float*)(shared_memory() + HEAD_BYTES + call.stage_memory) + sums * call.tiles * call.warps * SUMS;
+    DEVICE static u64* barrier(int slot) { return (u64*)shared_memory() + slot; }
+    DEVICE static Share& share() { return *(Share*)(shared_memory() + BARRIER_BYTES); }
+    DEVICE static float* partial(const Matvec& call, int step) {
+        float* sums = (float*)(shared_memory() + HEAD_BYTES + call.stage_memory);
+        return sums + (step & 1) * call.tiles_per_stage * call.warps * SUMS;
     }
-    // Units of a stage.
-    DEVICE static int units(const Matvec& call) { return call.tiles * call.warps; }
-    DEVICE static int begin(const Matvec& call) {
-        return block_index() * call.share + smaller(block_index(), call.rest);
-    }
-    DEVICE static int tiles(const Matvec& call) { return call.share + (block_index() < call.rest); }
-    DEVICE static int steps(const Matvec& call) {
-        return call.tiles == 1 ? tiles(call) * call.rounds : quotient(tiles(call) + call.tiles - 1, call.tiles);
-    }
-    DEVICE static Step step(const Matvec& call, int number) {
-        Step step = {0, number & (call.sums - 1), 0, 0};
-        int before = number; // stages' tiles
-        if (call.rounds > 1) {
-            const int all = tiles(call); // one of them in a stage
-            const int done = quotient(number, call.sums * call.rounds) * call.sums;
-            const int there = smaller(call.sums, all - done), rest = number - done * call.rounds;
-            step.round = quotient(rest, there), step.sums = rest - step.round * there;
-            before = done + step.sums;
-        }
-        step.tile = begin(call) + before * call.tiles;
-        step.count = call.tiles == 1 ? 1 : smaller(call.tiles, tiles(call) - before * call.tiles);
-        return step;
+    DEVICE static float* results(const Matvec& call) {
+        return partial(call, 0) + 2 * (partial(call, 1) - partial(call, 0));
     }
 
-    // One warp: the barriers, and the first copies.
+    // One thread: what the others will find.
     DEVICE static void prepare(const Matvec& call) {
-        const int lane = thread_index() & 31, count = call.stages;
-        if (lane < count) {
-            barrier_init(&head().filled[lane], 1);
-            barrier_init(&head().emptied[lane], call.warps);
-        }
-        if (lane < call.sums) barrier_init(&head().summed[lane], 1);
-        barriers_ready();
-        synchronize_warp();
-        const int first = smaller(count, steps(call));
-        if (lane < first) barrier_expect(&head().filled[lane], bytes(call, step(call, lane)));
-        synchronize_warp();
+        int rank = block_index() % call.split;
+        int cluster = block_index() / call.split, units = smaller(call.warps, call.planes.units - rank * call.warps);
+        Share own;
+        own.rank = rank;
+        own.begin = cluster * call.share + smaller(cluster, call.rest);
+        own.end = own.begin + call.share + (cluster < call.rest);
+        own.first_unit = rank * call.warps;
+        own.units = units < 0 ? 0 : units;
+        own.stages = smaller(MOST_STAGES, call.stage_memory / (call.tiles_per_stage * call.warps * UNIT));
+        share() = own;
         NO_UNROLL
-        for (int copy = lane; copy < first * PARTS; copy += 32)
-            fetch(call, step(call, copy / PARTS), copy / PARTS, copy % PARTS);
+        for (int slot = 0; slot < own.stages; slot++) barrier_init(barrier(slot), call.warps);
+        barriers_ready();
     }
 
     DEVICE static int part_size(int index) { return index == 0 ? UNIT_BASE : index > EXTRA ? UNIT_SCALE : UNIT_BITS; }
 
-    // Where a stage keeps what its units have of the base, a plane or the scales.
+    // Where a stage keeps a part of its first unit.
     DEVICE static u8* part(const Matvec& call, int slot, int index) {
         int before = index == 0 ? 0 : UNIT_BASE + (index - 1) * UNIT_BITS;
-        return shared_memory() + HEAD_BYTES + units(call) * (slot * UNIT + before);
+        return shared_memory() + HEAD_BYTES + call.tiles_per_stage * call.warps * (slot * UNIT + before);
     }
 
-    DEVICE static int units_of(const Matvec& call, const Step& step) {
-        return smaller(call.warps, call.planes.units - step.round * call.warps) * step.count;
-    }
-    DEVICE static int bytes(const Matvec& call, const Step& step) { return units_of(call, step) * UNIT; }
-    // Copies the base, a plane or the scales of a step into a stage that nobody reads any more.
-    DEVICE static void fetch(const Matvec& call, const Step& step, int slot, int index) {
-        const int unit = step.round * call.warps, size = part_size(index);
-        const u8* from = index == 0      ? call.planes.base
-                         : index > EXTRA ? call.planes.scale
-                                         : call.planes.bits[index - 1];
-        from += ((long long)step.tile * call.planes.units + unit) * size;
-        copy_to_shared(part(call, slot, index), from, units_of(call, step) * size, &head().filled[slot]);
+    // One thread of each warp: copies its share of a step's tiles into a stage that nobody reads any more.
+    DEVICE static void fetch(const Matvec& call, int step, int slot, int warp) {
+        int first = share().begin + step * call.tiles_per_stage, units = share().units;
+        int count = smaller(call.tiles_per_stage, share().end - first), bytes = 0;
+        if (count <= 0 || units == 0) return;
+        NO_UNROLL
+        for (int copy = warp; copy < count * PARTS; copy += call.warps) bytes += units * part_size(copy % PARTS);
+        barrier_expect(barrier(slot), bytes);
+        NO_UNROLL
+        for (int copy = warp; copy < count * PARTS; copy += call.warps) {
+            int tile = copy / PARTS, index = copy % PARTS, size = part_size(index);
+            const u8* from = index == 0      ? call.planes.base
+                             : index > EXTRA ? call.planes.scale
+                                             : call.planes.bits[index - 1];
+            from += ((long long)(first + tile) * call.planes.units + share().first_unit) * size;
+            copy_to_shared(part(call, slot, index) + tile * call.warps * size, from, units * size, barrier(slot));
+        }
     }
 
     DEVICE static void store_result(const Matvec& call, int tile, int row, int column, float value) {
@@ -424,139 +329,114 @@ template <int EXTRA, int COLUMNS> struct Block {
     }
 };
 
-// One warp: what all have found of a stage's tiles becomes results.
-template <int EXTRA, int COLUMNS> DEVICE void sum_up(const Matvec& call, const Step& step) {
+template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const Matvec& call) {
     constexpr int TILES = COLUMNS > 8 ? 2 : 1, HELD = COLUMNS == 1 ? 1 : 4 * TILES;
     using Block = Block<EXTRA, COLUMNS>;
-    const int lane = thread_index() & 31;
-    NO_UNROLL
-    for (int t = 0; t < step.count; t++) {
-        float sums[HELD];
-        UNROLL
-        for (int j = 0; j < HELD; j++) sums[j] = 0;
-        const float* from = Block::sums(call, step.sums) + t * call.warps * Block::SUMS;
-        for (int warp = 0; warp < call.warps; warp++, from += Block::SUMS) {
-            if constexpr (COLUMNS == 1) {
-                sums[0] += load_shared(from + (lane & 15));
-            } else {
+    const int warp = thread_index() >> 5, lane = thread_index() & 31, tiles_per_stage = call.tiles_per_stage;
+    const Share& share = Block::share();
+    if (thread_index() == 0) Block::prepare(call);
+    synchronize_block();
+    if (lane == 0) {
+        NO_UNROLL
+        for (int step = 0; step < share.stages; step++) Block::fetch(call, step, step, warp);
+    }
+    start_next_kernel();
+    await_previous_kernel();
+    Activations<TILES> x;
+    if (warp < share.units) load_activations<EXTRA>(x, call, share.first_unit + warp);
+
+    int slot = 0, step = 0;
+    u32 phase = 0;
+    for (int first = share.begin; first < share.end; first += tiles_per_stage, step++) {
+        int count = smaller(tiles_per_stage, share.end - first);
+        float* partial = Block::partial(call, step);
+        if (warp < share.units) {
+            barrier_wait(Block::barrier(slot), phase);
+            NO_UNROLL
+            for (int tile = 0; tile < count; tile++) {
+                int unit = tile * call.warps + warp;
+                const u8* bits[EXTRA + 1];
+                UNROLL
+                for (int b = 0; b < EXTRA; b++) bits[b] = Block::part(call, slot, b + 1) + unit * UNIT_BITS;
+                float sums[TILES][4];
+                multiply_unit<EXTRA>(sums, x, Block::part(call, slot, 0) + unit * UNIT_BASE, bits,
+                                     Block::part(call, slot, EXTRA + 1) + unit * UNIT_SCALE);
                 UNROLL
                 for (int n = 0; n < TILES; n++) {
-                    float4 part = load_shared((const float4*)from + n * 32 + lane);
-                    sums[4 * n] += part.x, sums[4 * n + 1] += part.y, sums[4 * n + 2] += part.z,
-                        sums[4 * n + 3] += part.w;
-                }
-            }
-        }
-        if (call.gated != 0) {
-            Block::store_gates(call, step.tile + t, lane, sums);
-        } else if (COLUMNS > 1 || lane < 16) {
-            UNROLL
-            for (int j = 0; j < HELD; j++) Block::store_results(call, step.tile + t, lane, j, sums[j]);
-        }
-    }
-}
-
-// One warp: looks after a stage and the sums of a step, as soon as all have read it.
-template <int EXTRA, int COLUMNS> DEVICE void look_after(const Matvec& call, int number, int slot, u32 phase) {
-    using Block = Block<EXTRA, COLUMNS>;
-    const int stages = call.stages, lane = thread_index() & 31;
-    const bool more = number + stages < Block::steps(call);
-    const Step next = Block::step(call, more ? number + stages : number);
-    barrier_wait(&Block::head().emptied[slot], phase);
-    if (more) {
-        if (lane == 0) barrier_expect(&Block::head().filled[slot], Block::bytes(call, next));
-        synchronize_warp();
-        if (lane < Block::PARTS) Block::fetch(call, next, slot, lane);
-    }
-    const Step step = Block::step(call, number);
-    if (step.round + 1 < call.rounds) return;
-    sum_up<EXTRA, COLUMNS>(call, step);
-    synchronize_warp();
-    if (lane == 0) barrier_arrive(&Block::head().summed[step.sums]);
-}
-
-template <int EXTRA, int COLUMNS> DEVICE void matvec(const Matvec& call) {
-    constexpr int TILES = COLUMNS > 8 ? 2 : 1;
-    using Block = Block<EXTRA, COLUMNS>;
-    const int warp = thread_index() >> 5, lane = thread_index() & 31;
-    if (warp == 0) Block::prepare(call);
-    start_next_kernel();
-    const int stages = call.stages, steps = Block::steps(call);
-    Incoming<COLUMNS> incoming;
-    Activations<TILES> x;
-    int round = 0, sums = 0, slot = 0, own = warp; // `own` is the next step that this warp looks after
-    int there = smaller(call.sums, call.rounds > 1 ? Block::tiles(call) : steps);
-    u32 phase = 0, turn = 1;
-    // Before x is there a step without meaning is made, so that the instructions are at hand when it is.
-    for (int number = -call.warm; number < steps + call.lag; number++) {
-        const int unit = round * call.warps + warp;
-        if (number >= 0 && sums == 0 && (call.rounds > 1 || number == 0) && number < steps) {
-            if (number == 0) {
-                begin_activations(incoming, call, Block::head().squares);
-                synchronize_block();
-            }
-            if (unit < call.planes.units) {
-                take_activations<EXTRA>(x, incoming, call, unit);
-                if (call.rounds > 1)
-                    incoming.ask(call, unit + call.warps < call.planes.units ? unit + call.warps : warp);
-            }
-        }
-        if (number - call.lag == own) {
-            const int before = slot - call.lag;
-            look_after<EXTRA, COLUMNS>(call, own, before < 0 ? before + stages : before, phase ^ (before < 0));
-            own += call.warps;
-        }
-        if (number >= steps) { // only what is left to look after
-            if (++slot == stages) slot = 0, phase ^= 1;
-            continue;
-        }
-        int count = unit < call.planes.units;
-        if (number >= 0) {
-            if (round == 0) barrier_wait(&Block::head().summed[sums], turn);
-            barrier_wait(&Block::head().filled[slot], phase);
-            if (call.tiles > 1) count = smaller(call.tiles, Block::tiles(call) - number * call.tiles); // all in one round
-        }
-        NO_UNROLL
-        for (int t = 0; t < count; t++) {
-            const int place = t * call.warps + warp;
-            const u8* bits[EXTRA + 1];
-            UNROLL
-            for (int b = 0; b < EXTRA; b++) bits[b] = Block::part(call, slot, b + 1) + place * UNIT_BITS;
-            float sum[TILES][4];
-            multiply_unit<EXTRA>(sum, x, Block::part(call, slot, 0) + place * UNIT_BASE, bits,
-                                 Block::part(call, slot, EXTRA + 1) + place * UNIT_SCALE);
-            float* to = Block::sums(call, sums) + place * Block::SUMS;
-            UNROLL
-            for (int n = 0; n < TILES; n++) {
-                float4 scaled = {sum[n][0] * x.factor[n][0], sum[n][1] * x.factor[n][1],
-                                 sum[n][2] * x.factor[n][0], sum[n][3] * x.factor[n][1]};
-                if constexpr (COLUMNS > 1) {
-                    float4* own = (float4*)to + n * 32 + lane;
-                    if (round > 0) {
-                        float4 before = load_shared(own);
-                        scaled.x += before.x, scaled.y += before.y;
-                        scaled.z += before.z, scaled.w += before.w;
+                    float4 scaled = {sums[n][0] * x.factor[n][0], sums[n][1] * x.factor[n][1],
+                                     sums[n][2] * x.factor[n][0], sums[n][3] * x.factor[n][1]};
+                    if constexpr (COLUMNS > 1) {
+                        store_shared((float4*)(partial + unit * Block::SUMS) + n * 32 + lane, scaled);
+                    } else if ((lane & 3) == 0) {
+                        store_shared(partial + unit * 16 + (lane >> 2), scaled.x);
+                        store_shared(partial + unit * 16 + (lane >> 2) + 8, scaled.z);
                     }
-                    store_shared(own, scaled);
-                } else if ((lane & 3) == 0) {
-                    float* own = to + (lane >> 2);
-                    if (round > 0) scaled.x += load_shared(own), scaled.z += load_shared(own + 8);
-                    store_shared(own, scaled.x);
-                    store_shared(own + 8, scaled.z);
                 }
             }
         }
-        if (number < 0) continue;
-        synchronize_warp();
-        if (lane == 0) barrier_arrive(&Block::head().emptied[slot]);
-        if (++slot == stages) slot = 0, phase ^= 1;
-        if (++sums < there) continue;
-        sums = 0;
-        if (++round < call.rounds) continue;
-        round = 0, turn ^= 1;
-        const int left = steps - number - 1;
-        there = smaller(call.sums, call.rounds > 1 ? quotient(left, call.rounds) : left);
+        synchronize_block();
+        if (lane == 0) Block::fetch(call, step + share.stages, slot, warp);
+        // Each tile is summed up by one warp, while the others begin with the next.
+        for (int tile = warp; tile < count; tile += call.warps) {
+            if (!GATED && COLUMNS == 1 && lane >= 16) continue;
+            float sums[HELD];
+            UNROLL
+            for (int j = 0; j < HELD; j++) sums[j] = 0;
+            for (int unit = tile * call.warps; unit < tile * call.warps + share.units; unit++) {
+                if constexpr (COLUMNS == 1) {
+                    sums[0] += load_shared(partial + unit * 16 + (lane & 15));
+                } else {
+                    UNROLL
+                    for (int n = 0; n < TILES; n++) {
+                        float4 part = load_shared((const float4*)(partial + unit * Block::SUMS) + n * 32 + lane);
+                        sums[4 * n] += part.x, sums[4 * n + 1] += part.y, sums[4 * n + 2] += part.z,
+                            sums[4 * n + 3] += part.w;
+                    }
+                }
+            }
+            if constexpr (GATED) {
+                if (call.split == 1) Block::store_gates(call, first + tile, lane, sums);
+                if (call.split == 1 || (COLUMNS == 1 && lane >= 16)) continue;
+            }
+            UNROLL
+            for (int j = 0; j < HELD; j++)
+                if (call.split == 1)
+                    Block::store_results(call, first + tile, lane, j, sums[j]);
+                else if constexpr (COLUMNS == 1)
+                    store_shared(Block::results(call) + (first - share.begin + tile) * 16 + lane, sums[j]);
+                else
+                    store_shared(Block::results(call) + ((first - share.begin + tile) * HELD + j) * 32 + lane, sums[j]);
+        }
+        if (++slot == share.stages) slot = 0, phase ^= 1;
     }
+    if (call.split == 1) return;
+
+    synchronize_cluster();
+    if constexpr (GATED) {
+        for (int tile = share.rank * call.warps + warp; tile < share.end - share.begin;
+             tile += call.split * call.warps) {
+            float sums[HELD];
+            UNROLL
+            for (int j = 0; j < HELD; j++) {
+                int place = COLUMNS == 1 ? tile * 16 + (lane & 15) : (tile * HELD + j) * 32 + lane;
+                sums[j] = 0;
+                for (int rank = 0; rank < call.split; rank++)
+                    sums[j] += load_cluster(Block::results(call) + place, rank);
+            }
+            Block::store_gates(call, share.begin + tile, lane, sums);
+        }
+        synchronize_cluster();
+        return;
+    }
+    for (int tile = share.rank * call.warps + warp; tile < share.end - share.begin; tile += call.split * call.warps)
+        if (COLUMNS > 1 || lane < 16) UNROLL
+    for (int j = 0; j < HELD; j++) {
+        const float* from = Block::results(call) + (COLUMNS == 1 ? tile * 16 : (tile * HELD + j) * 32) + lane;
+        float sum = 0;
+        for (int rank = 0; rank < call.split; rank++) sum += load_cluster(from, rank);
+        Block::store_results(call, share.begin + tile, lane, j, sum);
+    }
+    synchronize_cluster();
 }
 
 // The width is read when the kernel runs: one captured graph serves every width.
@@ -576,7 +456,7 @@ template <int COLUMNS> DEVICE void matvec_any(const Matvec& call) {
 #ifdef OTARO_COLUMNS
 KERNEL __launch_bounds__(OTARO_THREADS, 1) matvec_kernel(PARAMETER Matvec call) {
 #    if OTARO_EXTRA >= 0
-    matvec<OTARO_EXTRA, OTARO_COLUMNS>(call);
+    matvec<OTARO_EXTRA, OTARO_COLUMNS, OTARO_GATED>(call);
 #    else
     matvec_any<OTARO_COLUMNS>(call);
 #    endif
