@@ -71,6 +71,8 @@ def compare(heads, kv_heads, dimension, cache, window, normed, stretches, positi
         rows = Rows(tokens, torch.tensor(positions), places, sessions, sessions[0].layout, stretches)
         query = kind.rotate(model, layer, 1, qkv, rows)
         mixed = kind.attend(model, layer, 1, query, rows)
+        if len(positions) == 1 and kind is fused:  # in as few launches as can be: to the bit the same
+            assert torch.equal(fused.mix(model, layer, 1, qkv, rows), mixed)
         outcomes.append((query, mixed, sessions))
     (query, mixed, sessions), (wanted_query, wanted, others) = outcomes
     there = [row for row, position in enumerate(positions) if position >= 0]
@@ -81,6 +83,7 @@ def compare(heads, kv_heads, dimension, cache, window, normed, stretches, positi
     return mixed
 
 
+fused.MIXED_STRETCHES = 1
 torch.manual_seed(0)
 compare(4, 2, 12, None, 0, False, 1, [5, -1, 90])
 compare(4, 2, 12, None, 0, True, 4, [5, -1, 300, 127, 128])
@@ -90,6 +93,9 @@ compare(4, 1, 128, Precision.E5M4, 0, False, 4, [5, -1, 300])
 compare(4, 2, 12, Precision.E5M8, 9, True, 1, [5, 100])
 compare(4, 2, 80, Precision.E5M6, 0, False, 1, [5, 100])
 compare(4, 2, 64, Precision.E5M3, 0, False, 1, [100])
+compare(4, 2, 12, None, 0, False, 1, [0])
+compare(4, 2, 80, None, 0, False, 4, [300])
+compare(6, 2, 64, None, 50, False, 4, [140])
 
 # A text is the same to the bit whatever the longest of a batch has room for.
 results = []
@@ -154,6 +160,9 @@ build(kernels.rotate_kernel, 1, NORMED=True, **ROTATE, **CACHE)
 build(kernels.rotate_kernel, 1, NORMED=False, **ROTATE, **CODES)
 build(kernels.attend_kernel, 4, STRETCHES=1, TILE=128, **ATTEND, **CACHE)
 build(kernels.attend_kernel, 8, STRETCHES=16, TILE=32, **ATTEND, **CODES)
+MIX = {**ATTEND, "KEY": 576, "VALUE": 768}
+build(kernels.mix_kernel, 4, STRETCHES=1, **MIX)
+build(kernels.mix_kernel, 4, STRETCHES=16, **MIX)
 build(kernels.combine_kernel, 2, HEADS=9, DIM=64, BLOCK=64, KEYS=128, WINDOW=0, STRETCHES=16)
 build(kernels.largest_kernel, 4, VOCABULARY=49152, PARTS=24, BLOCK=2048)
 build(kernels.likeliest_kernel, 1, NONE=-1, PARTS=24, BLOCK=32)

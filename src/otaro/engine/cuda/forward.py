@@ -38,14 +38,15 @@ def states(model: DeviceModel, rows: Rows, widths: bytes, prompt: Prompt | None 
     for number, layer in enumerate(model.layers):
         width = widths[1 + number]
         normed = fused.norm(x, delta, layer.attention_norm, shape.norm_epsilon, dtype)
-        query = fused.rotate(model, layer, number, layer.qkv.multiply(normed, width), rows)
+        qkv = layer.qkv.multiply(normed, width)
         if prompt is None:
-            mixed = fused.attend(model, layer, number, query, rows)
+            mixed = fused.mix(model, layer, number, qkv, rows)
         else:
+            query = fused.rotate(model, layer, number, qkv, rows)
             mixed = plain.attend_prompt(model, layer, number, query, prompt.session, prompt.position)
         delta = layer.output.multiply(mixed, width)
         normed = fused.norm(x, delta, layer.feed_forward_norm, shape.norm_epsilon, dtype)
-        delta = _feed_forward(layer, normed, width, shape, None if prompt is not None else rows.positions >= 0)
+        delta = _feed_forward(layer, normed, width, shape, None if prompt is not None else rows)
     return fused.norm(x, delta, model.final_norm, shape.norm_epsilon, head_dtype(model))
 
 
@@ -54,12 +55,13 @@ def head_dtype(model: DeviceModel) -> torch.dtype:
     return torch.float16 if model.dtype == torch.bfloat16 and model.device.type == "cuda" else model.dtype
 
 
-def _feed_forward(layer: Layer, x: Tensor, width: int, shape: Shape, present: Tensor | None) -> Tensor:
-    """`present` says which rows of a batch are there; a prompt has none."""
+def _feed_forward(layer: Layer, x: Tensor, width: int, shape: Shape, rows: Rows | None) -> Tensor:
+    """Of a batch its `rows`, of which some may not be there; a prompt has none."""
     if isinstance(layer.feed_forward, Experts):
+        present = None if rows is None else rows.positions >= 0
         return _experts(layer.feed_forward, x, width, shape, present)
     gate_up, down = layer.feed_forward
-    inner = None if present is None else gate_up.gated(x, width)
+    inner = None if rows is None else gate_up.gated(x, width)
     if inner is None:
         inner = fused.swiglu(gate_up.multiply(x, width), shape.intermediate, gate_up.starts[1])
     return down.multiply(inner, width)

@@ -23,6 +23,8 @@ KEYS = 128
 CODED_KEYS = 32
 """Keys at a time where that takes many instructions or registers: codes, and very large heads."""
 _SWIGLU_BLOCK, _LARGEST_BLOCK = 1024, 2048
+MIXED_STRETCHES = 16
+"""Stretches from which on rotation and attention of one row are one launch: with few of them two are quicker."""
 
 
 def _options(device: torch.device, warps: int) -> dict[str, Any]:
@@ -104,14 +106,11 @@ def attend(model: DeviceModel, layer: Layer, number: int, query: Tensor, rows: R
     """Each row's queries against its text up to its position."""
     if not uses_triton(query.device):
         return plain.attend(model, layer, number, query, rows)
-    from otaro.engine.cuda.kernels import attend_kernel, combine_kernel
+    from otaro.engine.cuda.kernels import attend_kernel
 
     shape, layout, stretches = model.shape, rows.layout, rows.stretches
     count, dimension, block = query.shape[0], shape.head_dimension, _block(shape.head_dimension)
-    out = torch.empty_like(query)
-    split = (count, shape.heads, stretches) if stretches > 1 else (1, 1, 1)
-    partial = torch.empty((*split, dimension), dtype=torch.float32, device=query.device)
-    extremes = torch.empty((*split, 2), dtype=torch.float32, device=query.device)
+    out, partial, extremes = _mixed(model, query, stretches)
     group = shape.heads // shape.kv_heads
     attend_kernel[(count, shape.kv_heads, stretches)](
         *(query, rows.positions, rows.places, out, partial, extremes, count, number, dimension**-0.5),
@@ -129,18 +128,64 @@ def attend(model: DeviceModel, layer: Layer, number: int, query: Tensor, rows: R
         ROW=layout.row,
         **_options(query.device, 4 if layout.precision is None else 8),
     )
-    if stretches > 1:
-        combine_kernel[(count, shape.heads)](
-            *(rows.positions, partial, extremes, out),
-            HEADS=shape.heads,
-            DIM=dimension,
-            BLOCK=block,
-            KEYS=KEYS,
-            WINDOW=layer.window,
-            STRETCHES=stretches,
-            **_options(query.device, 2),
-        )
+    _combine(model, layer, out, partial, extremes, rows)
     return out
+
+
+def mix(model: DeviceModel, layer: Layer, number: int, qkv: Tensor, rows: Rows) -> Tensor:
+    """`rotate` and `attend`, of one row in one launch where that can be."""
+    shape, block = model.shape, _block(model.shape.head_dimension)
+    single = qkv.shape[0] == 1 and rows.layout.precision is None and layer.query_norm is None and block <= 128
+    if not uses_triton(qkv.device) or not single or rows.stretches < MIXED_STRETCHES:
+        return attend(model, layer, number, rotate(model, layer, number, qkv, rows), rows)
+    from otaro.engine.cuda.kernels import mix_kernel
+
+    group = shape.heads // shape.kv_heads
+    out, partial, extremes = _mixed(model, qkv, rows.stretches)
+    mix_kernel[(shape.kv_heads, rows.stretches)](
+        *(qkv, rows.positions, rows.places, model.frequency, out, partial, extremes),
+        *(number, shape.head_dimension**-0.5, shape.rope_factor),
+        KEY=layer.qkv.starts[1],
+        VALUE=layer.qkv.starts[2],
+        KV_HEADS=shape.kv_heads,
+        GROUP=group,
+        GROUP_BLOCK=max(16, _power_of_two(group)),
+        DIM=shape.head_dimension,
+        BLOCK=block,
+        KEYS=KEYS,
+        WINDOW=layer.window,
+        STRETCHES=rows.stretches,
+        **_options(qkv.device, 4),
+    )
+    _combine(model, layer, out, partial, extremes, rows)
+    return out
+
+
+def _mixed(model: DeviceModel, like: Tensor, stretches: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what heads attend to: the result, and where there are several stretches, what each of them finds."""
+    shape, count = model.shape, like.shape[0]
+    out = torch.empty((count, shape.heads * shape.head_dimension), dtype=like.dtype, device=like.device)
+    split = (count, shape.heads, stretches) if stretches > 1 else (1, 1, 1)
+    partial = torch.empty((*split, shape.head_dimension), dtype=torch.float32, device=like.device)
+    return out, partial, torch.empty((*split, 2), dtype=torch.float32, device=like.device)
+
+
+def _combine(model: DeviceModel, layer: Layer, out: Tensor, partial: Tensor, extremes: Tensor, rows: Rows) -> None:
+    if rows.stretches == 1:
+        return
+    from otaro.engine.cuda.kernels import combine_kernel
+
+    shape = model.shape
+    combine_kernel[(out.shape[0], shape.heads)](
+        *(rows.positions, partial, extremes, out),
+        HEADS=shape.heads,
+        DIM=shape.head_dimension,
+        BLOCK=_block(shape.head_dimension),
+        KEYS=KEYS,
+        WINDOW=layer.window,
+        STRETCHES=rows.stretches,
+        **_options(out.device, 2),
+    )
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
     norm      the residual stream takes up the last product; its RMS norm
     rotate    queries, keys and values of a token: query and key norms, rotary positions, keys and values into the cache
     attend    queries against a stretch of 128 keys; `combine` puts the stretches together where there are several
+    mix       `rotate` and `attend` of one token
     swiglu    gate and up, where they are not one product with it
     largest   the likeliest token of each part of the vocabulary; `likeliest`: of all parts
 
@@ -10,7 +11,8 @@ A row of a batch knows its text by an address, not by a place in a common cache:
 stay. Nothing a row goes through depends on the rows beside it, nor on how many stretches the longest text has, so a
 token is the same to the bit alone, in company and as a guess that is checked.
 
-Where a launch is allowed to overlap its predecessor (`OVERLAP`) it reads nothing that changes before `gdc_wait`.
+Where a launch is allowed to overlap its predecessor (`OVERLAP`) it reads nothing before `gdc_wait` that a launch of the
+same step may have written.
 """
 
 from __future__ import annotations
@@ -130,9 +132,7 @@ def rotate_kernel(
                 factor = tl.load(key_norm + d, mask=there, other=0.0)
                 other_factor = tl.load(key_norm + partner, mask=there, other=0.0)
             own, other = own * scale * factor, other * scale * other_factor
-        angle = position.to(tl.float32) * turn
-        other = tl.where(d < half, -other, other)
-        own = (own * tl.cos(angle) + other * tl.sin(angle)) * rope_factor
+        own = _turned(own, other, d, half, position.to(tl.float32) * turn, rope_factor)
     if head < HEADS:
         tl.store(query + (row.to(tl.int64) * HEADS + head) * DIM + d, own.to(query.dtype.element_ty), mask=there)
     elif position >= 0:
@@ -231,8 +231,9 @@ def attend_kernel(
 ):
     """All queries that share a key head, against one stretch of keys."""
     row, head, stretch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _await(OVERLAP)
     position = tl.load(positions + row)
+    address = tl.load(places + row)
+    _await(OVERLAP)
     begin = tl.full((), 0, tl.int64)
     if WINDOW > 0:
         begin = tl.maximum(position + 1 - WINDOW, 0)
@@ -240,9 +241,8 @@ def attend_kernel(
     if (start <= position) & (start + KEYS > begin):
         kind = query.dtype.element_ty
         d, g, n = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, TILE)
-        address = tl.load(places + row)
         stored: tl.constexpr = kind if MANTISSA == 0 else tl.uint8
-        cache = address.to(tl.pointer_type(stored))
+        cache = tl.multiple_of(address.to(tl.pointer_type(stored)), 16)  # or loads would be of single numbers
         first_key = _cache_row(places, row, ROWS, layer, 0, head, 0, KV_HEADS, ROW)
         first_value = _cache_row(places, row, ROWS, layer, 1, head, 0, KV_HEADS, ROW)
         line = (row.to(tl.int64) * KV_HEADS + head) * GROUP + g
@@ -276,6 +276,94 @@ def attend_kernel(
 
 
 @triton.jit
+def _turned(own, other, d, half, angle, rope_factor):
+    """Numbers at a rotary position, of which `other` are the partners."""
+    other = tl.where(d < half, -other, other)
+    return (own * tl.cos(angle) + other * tl.sin(angle)) * rope_factor
+
+
+@triton.jit(do_not_specialize=("layer",))
+def mix_kernel(
+    qkv,
+    positions,
+    places,
+    frequency,
+    out,
+    partial,
+    extremes,
+    layer,
+    scale,
+    rope_factor,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One token: keys and values of those before it are loaded before its own are known."""
+    head, stretch = tl.program_id(0), tl.program_id(1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(positions)
+    begin = tl.full((), 0, tl.int64)
+    if WINDOW > 0:
+        begin = tl.maximum(position + 1 - WINDOW, 0)
+    start = stretch * KEYS
+    if (start <= position) & (start + KEYS > begin):
+        kind = qkv.dtype.element_ty
+        d, g, n = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, KEYS)
+        there = d < DIM
+        cache = tl.multiple_of(tl.load(places).to(tl.pointer_type(kind)), 16)
+        first_key = _cache_row(places, 0, 1, layer, 0, head, 0, KV_HEADS, DIM)
+        first_value = _cache_row(places, 0, 1, layer, 1, head, 0, KV_HEADS, DIM)
+        key = start + n
+        seen = (key <= position) & (key >= begin)
+        before = (seen & (key < position))[:, None] & there[None, :]
+        keys = tl.load(cache + first_key + key[:, None] * DIM + d[None, :], mask=before, other=0.0)
+        values = tl.load(cache + first_value + key[:, None] * DIM + d[None, :], mask=before, other=0.0)
+        half: tl.constexpr = DIM // 2
+        partner = tl.where(d < half, d + half, d - half)
+        turn = tl.load(frequency + tl.where(d < half, d, d - half), mask=there, other=0.0)
+        angle = position.to(tl.float32) * turn
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        line = head * GROUP + g
+        own = (g < GROUP)[:, None] & there[None, :]
+        straight = tl.load(qkv + line[:, None] * DIM + d[None, :], mask=own, other=0.0).to(tl.float32)
+        crossed = tl.load(qkv + line[:, None] * DIM + partner[None, :], mask=own, other=0.0).to(tl.float32)
+        queries = _turned(straight, crossed, d[None, :], half, angle[None, :], rope_factor).to(kind)
+        if start + KEYS > position:
+            own_key = tl.load(qkv + KEY + head * DIM + d, mask=there, other=0.0).to(tl.float32)
+            key_partner = tl.load(qkv + KEY + head * DIM + partner, mask=there, other=0.0).to(tl.float32)
+            new_key = _turned(own_key, key_partner, d, half, angle, rope_factor).to(kind)
+            new_value = tl.load(qkv + VALUE + head * DIM + d, mask=there, other=0.0)
+            tl.store(cache + first_key + position * DIM + d, new_key, mask=there)
+            tl.store(cache + first_value + position * DIM + d, new_value, mask=there)
+            newest = (key == position)[:, None]
+            keys = tl.where(newest, new_key[None, :], keys)
+            values = tl.where(newest, new_value[None, :], values)
+        scores = tl.dot(queries, tl.trans(keys)) * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        most = tl.max(scores, axis=1)
+        odds = tl.exp(scores - most[:, None])
+        total = tl.sum(odds, axis=1)
+        mixed = tl.dot(odds.to(kind), values)
+        if STRETCHES == 1:
+            tl.store(out + line[:, None] * DIM + d[None, :], (mixed / total[:, None]).to(kind), mask=own)
+        else:
+            place = line * STRETCHES + stretch
+            tl.store(partial + place[:, None] * DIM + d[None, :], mixed, mask=own)
+            tl.store(extremes + 2 * place, most, mask=g < GROUP)
+            tl.store(extremes + 2 * place + 1, total, mask=g < GROUP)
+
+
+@triton.jit
 def combine_kernel(
     positions,
     partial,
@@ -293,13 +381,24 @@ def combine_kernel(
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BLOCK)
     some = tl.arange(0, 16)
-    _await(OVERLAP)
     position = tl.load(positions + row)
     begin = tl.full((), 0, tl.int64)
     if WINDOW > 0:
         begin = tl.maximum(position + 1 - WINDOW, 0)
     line = row.to(tl.int64) * HEADS + head
-    if position >= 0:
+    _await(OVERLAP)
+    if (position >= 0) & (STRETCHES <= 16):  # all loads at once
+        used = (some * KEYS <= position) & ((some + 1) * KEYS > begin)
+        place = line * STRETCHES + some
+        own = used[:, None] & (d < DIM)[None, :]
+        here = tl.load(extremes + 2 * place, mask=used, other=float("-inf"))
+        sums = tl.load(extremes + 2 * place + 1, mask=used, other=0.0)
+        part = tl.load(partial + place[:, None] * DIM + d[None, :], mask=own, other=0.0)
+        share = tl.exp(here - tl.max(here, axis=0))
+        total = tl.sum(share * sums, axis=0)
+        mixed = tl.sum(share[:, None] * part, axis=0)
+        tl.store(out + line * DIM + d, (mixed / total).to(out.dtype.element_ty), mask=d < DIM)
+    elif position >= 0:
         most = tl.full((), float("-inf"), tl.float32)
         for start in range(0, STRETCHES, 16):
             stretch = start + some
