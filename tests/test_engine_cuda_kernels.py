@@ -111,7 +111,7 @@ from experiments.table2 import models
 from otaro.engine.cuda.work import DeviceWork
 
 cpu = torch.device("cpu")
-model = models.model("tiny", models.packed(cpu), torch.float16, cpu)
+model = models.packed_model("tiny", torch.float16, cpu)
 widths, logits = models.widths_of(model, Precision.E5M4), []
 for interpreted in ("1", "0"):
     os.environ["TRITON_INTERPRET"] = interpreted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from otaro.engine.cuda.matrices import DenseMatrix, PackedMatrix, Product
+from otaro.engine.cuda.matrices import Arena, DenseMatrix, PackedMatrix, Product, arena_bytes
 from otaro.engine.cuda.model import DeviceModel, Layer
 from otaro.engine.shape import Shape
 from otaro.ops.cuda import calls, compiler
 from otaro.ops.cuda.layout import ROWS
-from otaro.packing import BASE, BITS, SCALE
-from otaro.precision import EMBEDDING_FLOOR, Precision
+from otaro.packing import BITS, SCALE, WIDTHS
+from otaro.precision import EMBEDDING_FLOOR, NARROWEST, Precision
 from otaro.sefp import Format
 
 
@@ -66,19 +67,28 @@ def dense(dtype: torch.dtype, device: torch.device) -> Make:
     return make
 
 
-def packed(device: torch.device) -> Make:
+def packed_model(name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None) -> DeviceModel:
+    """Random planes. Those that come with a width's file share one piece of memory, as the engine's do."""
+
     def make(rows: int, columns: int, starts: tuple[int, ...]) -> PackedMatrix:
         ends = (*starts[1:], rows)
         shapes = [(end - start, columns) for start, end in zip(starts, ends, strict=True)]
         gates = len(shapes) == 2
-        matrix = PackedMatrix([shapes[1]] * 2 if gates else shapes, Format(), device, gates=gates)
-        for name in (BASE, SCALE, *BITS.values()):
-            low, high = (20, 30) if name == SCALE else (0, 256)  # scales of about 2^-9
-            size = matrix.plane_shape(name)
-            matrix.set_plane(name, torch.randint(low, high, size, dtype=torch.uint8, device=device))
-        return matrix
+        return PackedMatrix([shapes[1]] * 2 if gates else shapes, Format(), device, gates=gates)
 
-    return make
+    made = model(name, make, dtype, device, layers)
+    together: dict[Precision, list[tuple[PackedMatrix, str]]] = {width: [] for width in Precision}
+    for role, matrix in matrices(made):
+        assert isinstance(matrix, PackedMatrix)
+        for plane, width in WIDTHS.items():
+            always = role != "layer" and width <= EMBEDDING_FLOOR
+            together[NARROWEST if always else width].append((matrix, plane))
+    for planes in together.values():
+        arena = Arena(sum(arena_bytes(math.prod(matrix.plane_shape(plane))) for matrix, plane in planes), device)
+        for matrix, plane in planes:
+            low, high = (20, 30) if plane == SCALE else (0, 256)  # scales of about 2^-9
+            matrix.set_plane(plane, arena.take(matrix.plane_shape(plane)).random_(low, high))
+    return made
 
 
 def matrices(model: DeviceModel) -> list[tuple[str, Product]]:

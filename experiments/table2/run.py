@@ -138,8 +138,10 @@ def allocated() -> int:
 
 
 def clear() -> None:
+    """Between two measurements. What cuBLAS works in goes too: no token is computed with it from packed weights."""
     gc.collect()
     if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 
@@ -162,7 +164,7 @@ def measure(report: dict[str, Any], arguments: argparse.Namespace, device: torch
     save()
     del plain
     clear()
-    packed = Measured(models.model(name, models.packed(device), dtype, device, layers), tokens, steps)
+    packed = Measured(models.packed_model(name, dtype, device, layers), tokens, steps)
     if not arguments.quick:
         every = [models.widths_of(packed.model, width) for width in Precision]
         session = packed.session()
