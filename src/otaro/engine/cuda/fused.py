@@ -78,6 +78,8 @@ def rotate(model: DeviceModel, layer: Layer, number: int, qkv: Tensor, rows: Row
 
     shape, layout = model.shape, rows.layout
     count, dimension = qkv.shape[0], shape.head_dimension
+    block = _block(layout)
+    warps = 1 if layout.precision is None else max(1, block // 64)  # one for each group that is to have a scale
     query = torch.empty((count, shape.heads * dimension), dtype=qkv.dtype, device=qkv.device)
     unused = model.frequency
     rotate_kernel[(count, shape.heads + 2 * shape.kv_heads)](
@@ -90,7 +92,7 @@ def rotate(model: DeviceModel, layer: Layer, number: int, qkv: Tensor, rows: Row
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,
         DIM=dimension,
-        BLOCK=_block(layout),
+        BLOCK=block,
         NORMED=layer.query_norm is not None,
         MANTISSA=layout.mantissa,
         PADDED=layout.padded,
@@ -98,7 +100,7 @@ def rotate(model: DeviceModel, layer: Layer, number: int, qkv: Tensor, rows: Row
         SCALES=layout.scales,
         CANDIDATES=CANDIDATES,
         ERROR_MANTISSA=ERROR_WIDTH.mantissa,
-        **_options(qkv.device, 1),
+        **_options(qkv.device, warps),
     )
     return query
 
