@@ -167,7 +167,9 @@ def test_attention_agrees_with_plain_torch(
                 session = DeviceSession(model, 4000, cache=cache)
                 session.reserve(max(position, 0) + 1)
                 held = torch.randn(2, 2, kv_heads, session.capacity, dimension, device=device)
-                session.cache[:] = held.to(dtype) if cache is None else plain.encode(held, session.layout)
+                encoded = plain.encode(held.to(dtype) if cache is None else held, session.layout)
+                for part, own in zip(session.parts, encoded, strict=True):
+                    part[:] = own
                 sessions.append(session)
             qkv = torch.randn(len(positions), columns, device=device).to(dtype)
             places = torch.tensor([[one.cache.data_ptr() for one in sessions], [one.capacity for one in sessions]])

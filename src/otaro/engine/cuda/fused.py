@@ -15,13 +15,13 @@ from otaro.engine.cuda import picking, plain
 from otaro.engine.cuda.launches import overlaps, uses_triton
 from otaro.engine.cuda.matrices import TURN
 from otaro.engine.cuda.model import DeviceModel, Layer
-from otaro.engine.cuda.rows import Rows
+from otaro.engine.cuda.rows import CacheLayout, Rows
 from otaro.sefp import CANDIDATES, ERROR_WIDTH
 
 KEYS = 128
 """Keys of a stretch: one program's, loaded at once."""
-CODED_KEYS = 32
-"""Keys at a time where that takes many instructions or registers: codes, and very large heads."""
+FEW_KEYS = 32
+"""Keys at a time of very large heads, which take many registers."""
 _SWIGLU_BLOCK, _LARGEST_BLOCK = 1024, 2048
 MIXED_STRETCHES = 16
 """Stretches from which on rotation and attention of one row are one launch: with few of them two are quicker."""
@@ -78,6 +78,8 @@ def rotate(model: DeviceModel, layer: Layer, number: int, qkv: Tensor, rows: Row
 
     shape, layout = model.shape, rows.layout
     count, dimension = qkv.shape[0], shape.head_dimension
+    block = _block(layout)
+    warps = 1 if layout.precision is None else max(1, block // 64)  # one for each group that is to have a scale
     query = torch.empty((count, shape.heads * dimension), dtype=qkv.dtype, device=qkv.device)
     unused = model.frequency
     rotate_kernel[(count, shape.heads + 2 * shape.kv_heads)](
@@ -90,14 +92,15 @@ def rotate(model: DeviceModel, layer: Layer, number: int, qkv: Tensor, rows: Row
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,
         DIM=dimension,
-        BLOCK=_block(dimension),
+        BLOCK=block,
         NORMED=layer.query_norm is not None,
         MANTISSA=layout.mantissa,
         PADDED=layout.padded,
         ROW=layout.row,
+        SCALES=layout.scales,
         CANDIDATES=CANDIDATES,
         ERROR_MANTISSA=ERROR_WIDTH.mantissa,
-        **_options(qkv.device, 1),
+        **_options(qkv.device, warps),
     )
     return query
 
@@ -109,7 +112,7 @@ def attend(model: DeviceModel, layer: Layer, number: int, query: Tensor, rows: R
     from otaro.engine.cuda.kernels import attend_kernel
 
     shape, layout, stretches = model.shape, rows.layout, rows.stretches
-    count, dimension, block = query.shape[0], shape.head_dimension, _block(shape.head_dimension)
+    count, dimension, block = query.shape[0], shape.head_dimension, _block(layout)
     out, partial, extremes = _mixed(model, query, stretches)
     group = shape.heads // shape.kv_heads
     attend_kernel[(count, shape.kv_heads, stretches)](
@@ -120,12 +123,13 @@ def attend(model: DeviceModel, layer: Layer, number: int, query: Tensor, rows: R
         DIM=dimension,
         BLOCK=block,
         KEYS=KEYS,
-        TILE=KEYS if layout.precision is None and block <= 128 else CODED_KEYS,
+        TILE=KEYS if block <= 128 else FEW_KEYS,
         WINDOW=layer.window,
         STRETCHES=stretches,
         MANTISSA=layout.mantissa,
         PADDED=layout.padded,
         ROW=layout.row,
+        SCALES=layout.scales,
         **_options(query.device, 4 if layout.precision is None else 8),
     )
     _combine(model, layer, out, partial, extremes, rows)
@@ -134,7 +138,7 @@ def attend(model: DeviceModel, layer: Layer, number: int, query: Tensor, rows: R
 
 def mix(model: DeviceModel, layer: Layer, number: int, qkv: Tensor, rows: Rows) -> Tensor:
     """`rotate` and `attend`, of one row in one launch where that can be."""
-    shape, block = model.shape, _block(model.shape.head_dimension)
+    shape, block = model.shape, _block(rows.layout)
     single = qkv.shape[0] == 1 and rows.layout.precision is None and layer.query_norm is None and block <= 128
     if not uses_triton(qkv.device) or not single or rows.stretches < MIXED_STRETCHES:
         return attend(model, layer, number, rotate(model, layer, number, qkv, rows), rows)
@@ -180,7 +184,7 @@ def _combine(model: DeviceModel, layer: Layer, out: Tensor, partial: Tensor, ext
         *(rows.positions, partial, extremes, out),
         HEADS=shape.heads,
         DIM=shape.head_dimension,
-        BLOCK=_block(shape.head_dimension),
+        BLOCK=_block(rows.layout),
         KEYS=KEYS,
         WINDOW=layer.window,
         STRETCHES=rows.stretches,
@@ -220,6 +224,6 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _block(dimension: int) -> int:
+def _block(layout: CacheLayout) -> int:
     """Dimensions of a head as tensor cores take them."""
-    return max(16, _power_of_two(dimension))
+    return max(16, _power_of_two(layout.dimension if layout.precision is None else layout.padded))

@@ -75,10 +75,10 @@ def swiglu_kernel(
 
 
 @triton.jit
-def _cache_row(places, row, ROWS, layer, which, head, position, KV_HEADS: tl.constexpr, ROW: tl.constexpr):
-    """Where the key (0) or value (1) of a head at a position lies, in elements from the beginning of a text's cache."""
-    capacity = tl.load(places + ROWS + row)
-    return (((layer * 2 + which) * KV_HEADS + head) * capacity + position) * ROW
+def _cache_block(places, row, ROWS, layer, which, head, KV_HEADS: tl.constexpr, SIZE: tl.constexpr):
+    """Where a head's keys (0) or values (1) begin, in elements from the beginning of a text's cache; its capacity."""
+    capacity = tl.multiple_of(tl.load(places + ROWS + row), 16)  # or the vectors of loads would be shorter
+    return ((layer * 2 + which) * KV_HEADS + head) * capacity * SIZE, capacity
 
 
 @triton.jit(do_not_specialize=("ROWS", "layer"))
@@ -105,6 +105,7 @@ def rotate_kernel(
     MANTISSA: tl.constexpr,
     PADDED: tl.constexpr,
     ROW: tl.constexpr,
+    SCALES: tl.constexpr,
     CANDIDATES: tl.constexpr,
     ERROR_MANTISSA: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -137,19 +138,23 @@ def rotate_kernel(
         tl.store(query + (row.to(tl.int64) * HEADS + head) * DIM + d, own.to(query.dtype.element_ty), mask=there)
     elif position >= 0:
         which = (head - HEADS) // KV_HEADS
-        place = _cache_row(places, row, ROWS, layer, which, (head - HEADS) % KV_HEADS, position, KV_HEADS, ROW)
+        kept = (head - HEADS) % KV_HEADS
+        first, capacity = _cache_block(places, row, ROWS, layer, which, kept, KV_HEADS, ROW + SCALES)
         address = tl.load(places + row)
         if MANTISSA == 0:
-            cache = address.to(tl.pointer_type(query.dtype.element_ty))
-            tl.store(cache + place + d, own.to(query.dtype.element_ty), mask=there)
+            cache = address.to(tl.pointer_type(query.dtype.element_ty)) + first
+            tl.store(cache + position * ROW + d, own.to(query.dtype.element_ty), mask=there)
         else:
-            cache = address.to(tl.pointer_type(tl.uint8)) + place
-            _store_codes(cache, own, d, DIM, BLOCK, MANTISSA, PADDED, CANDIDATES, ERROR_MANTISSA)
+            cache = address.to(tl.pointer_type(tl.uint8)) + first
+            scales = cache + capacity * ROW + position * SCALES
+            cache += position * ROW
+            _store_codes(cache, scales, own, d, DIM, BLOCK, MANTISSA, PADDED, CANDIDATES, ERROR_MANTISSA)
 
 
 @triton.jit
 def _store_codes(
     cache,
+    scales,
     value,
     d,
     DIM: tl.constexpr,
@@ -159,48 +164,141 @@ def _store_codes(
     CANDIDATES: tl.constexpr,
     ERROR_MANTISSA: tl.constexpr,
 ):
-    """A row as SEFP codes: nibbles, then a plane of each further bit, then a byte of scale for each 64 dimensions."""
+    """A row as SEFP codes, in the order of `rows.CacheLayout`."""
     GROUP: tl.constexpr = 64 if BLOCK > 64 else BLOCK
     GROUPS: tl.constexpr = BLOCK // GROUP
     grouped = tl.reshape(value, (GROUPS, GROUP))
     own = tl.reshape(d < DIM, (GROUPS, GROUP))
     scale = _find_scale(grouped, own, 2, CANDIDATES, ERROR_MANTISSA)
     code = _nested_code(tl.where((scale >= 128)[:, None], -grouped, grouped), scale)
-    code = tl.where(own, code, 272)
-    flat = tl.reshape(code, (BLOCK,))
-    pairs = tl.reshape(flat >> 5, (BLOCK // 2, 2))
-    byte = tl.arange(0, BLOCK // 2)
-    packed = tl.sum(pairs << (4 * tl.arange(0, 2))[None, :], axis=1)
-    tl.store(cache + byte, packed.to(tl.uint8), mask=byte < PADDED // 2)
-    eighth = tl.arange(0, BLOCK // 8)
-    for extra in tl.static_range(0, MANTISSA - 3):
-        bits = tl.reshape((flat >> (4 - extra)) & 1, (BLOCK // 8, 8))
-        packed = tl.sum(bits << tl.arange(0, 8)[None, :], axis=1)
-        tl.store(cache + PADDED // 2 + extra * (PADDED // 8) + eighth, packed.to(tl.uint8), mask=eighth < PADDED // 8)
+    code = tl.where(own, code, 272) >> (8 - MANTISSA)
     number = tl.arange(0, GROUPS)
-    scales: tl.constexpr = PADDED // 2 + (MANTISSA - 3) * (PADDED // 8)
-    tl.store(cache + scales + number, scale.to(tl.uint8), mask=number * GROUP < DIM)
+    tl.store(scales + number, scale.to(tl.uint8), mask=number * GROUP < DIM)
+    LINES: tl.constexpr = BLOCK // 32
+    WORDS: tl.constexpr = PADDED // 8
+    parted = tl.permute(tl.reshape(code, (LINES, 4, 4, 2)), (1, 0, 3, 2))
+    eights = tl.reshape(parted, (BLOCK // 8, 2, 4))
+    word = tl.arange(0, BLOCK // 8)
+    there = word % LINES < PADDED // 32
+    word = word // LINES * (PADDED // 32) + word % LINES
+    FIELD: tl.constexpr = 4 if MANTISSA < 7 else 8
+    REST: tl.constexpr = MANTISSA + 1 - FIELD
+    words = cache.to(tl.pointer_type(tl.int32)) + word
+    tl.store(words, _packed(eights, REST, FIELD, 0), mask=there)
+    if FIELD == 8:
+        tl.store(words + WORDS, _packed(eights, REST, FIELD, 2), mask=there)
+    if REST >= 2:
+        twos = (cache + FIELD * WORDS).to(tl.pointer_type(tl.uint16)) + word
+        tl.store(twos, _packed(eights, REST - 2, 2, 0).to(tl.uint16), mask=there)
+    if REST % 2 == 1:
+        ones = cache + (FIELD + REST - 1) * WORDS + word
+        tl.store(ones, _packed(eights, 0, 1, 0).to(tl.uint8), mask=there)
 
 
 @triton.jit
-def _load_rows(cache, first, key, d, valid, MANTISSA: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr):
-    """Keys or values as float32, decoded if they are codes."""
+def _packed(eights, low: tl.constexpr, FIELD: tl.constexpr, FIRST: tl.constexpr):
+    """A plane's words of the codes [words, half, turn]."""
+    HALF: tl.constexpr = FIELD * 4 if FIELD < 4 else 16
+    half, turn = tl.arange(0, 2)[None, :, None], tl.arange(0, 4)[None, None, :]
+    fields = (eights >> low & ((1 << FIELD) - 1)) << (FIELD * turn % 16 + HALF * half)
+    if FIELD == 8:
+        fields = tl.where(turn // 2 == FIRST // 2, fields, 0)
+    return tl.sum(tl.sum(fields, axis=2), axis=1)
+
+
+@triton.jit
+def _field(word, start: tl.constexpr, end: tl.constexpr, BITS: tl.constexpr):
+    """A field of each half of a word, taken from one place to another."""
+    if end > start:
+        word = word << (end - start)
+    elif start > end:
+        word = word >> (start - end)
+    return word & ((1 << BITS) - 1 << end) * 0x10001
+
+
+@triton.jit
+def _halves(word, twos, ones, turn: tl.constexpr, step, MANTISSA: tl.constexpr):
+    """The numbers of both halves whose turn it is.
+
+    Half floats without exponents are multiples of 2^-24, so the bits of a code are a number as they are, exact until it
+    is multiplied by the scale.
+    """
+    FIELD: tl.constexpr = 4 if MANTISSA < 7 else 8
+    REST: tl.constexpr = MANTISSA + 1 - FIELD
+    code = _field(word, FIELD * turn % 16, 11 - FIELD, FIELD)
+    if REST >= 2:
+        code |= _field(twos, 2 * turn, 9 - FIELD, 2)
+    if REST % 2 == 1:
+        code |= _field(ones, turn, 10 - MANTISSA, 1)
+    middle: tl.constexpr = 1.0 / (1 << MANTISSA) - 2.125
+    low = (code & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (code >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return (low * 32768.0 + middle) * step, (high * 32768.0 + middle) * step
+
+
+@triton.jit
+def _four(first, second, third, fourth):
+    """Four numbers side by side."""
+    return tl.join(tl.join(first, third), tl.join(second, fourth))
+
+
+@triton.jit
+def _load_rows(
+    cache,
+    capacity,
+    key,
+    seen,
+    MANTISSA: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """Keys or values; codes are decoded to float16.
+
+    Each bit is loaded once, by vectors: four neighbouring threads take a row, which hold just the dimensions of it then
+    that tensor cores want of them for the scores.
+    """
     if MANTISSA == 0:
-        rows = tl.load(cache + first + key[:, None] * ROW + d[None, :], mask=valid, other=0.0).to(tl.float32)
+        d = tl.arange(0, BLOCK)
+        valid = seen[:, None] & (d < DIM)[None, :]
+        rows = tl.load(cache + key[:, None] * ROW + d[None, :], mask=valid, other=0.0)
     else:
-        base = cache + first + key[:, None] * ROW
-        byte = tl.load(base + (d // 2)[None, :], mask=valid, other=0).to(tl.int32)
-        code = (byte >> (4 * (d & 1))[None, :]) & 15
-        for extra in tl.static_range(0, MANTISSA - 3):
-            plane = base + PADDED // 2 + extra * (PADDED // 8)
-            bits = tl.load(plane + (d // 8)[None, :], mask=valid, other=0).to(tl.int32)
-            code = code << 1 | ((bits >> (d & 7)[None, :]) & 1)
-        scales: tl.constexpr = PADDED // 2 + (MANTISSA - 3) * (PADDED // 8)
-        scale = tl.load(base + scales + (d // 64)[None, :], mask=valid, other=0)
-        step = (scale.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-        unit: tl.constexpr = 1.0 / (1 << (MANTISSA - 1))
-        bias: tl.constexpr = 0.5 - 8.5 * (1 << (MANTISSA - 3))
-        rows = (code.to(tl.float32) + bias) * (step * unit)
+        LINES: tl.constexpr = BLOCK // 32
+        WORDS: tl.constexpr = PADDED // 8
+        part, line = tl.arange(0, 4)[:, None, None], tl.arange(0, LINES)[None, None, :]
+        TILE: tl.constexpr = key.shape[0]
+        scales = cache + capacity * ROW + key * SCALES
+        key, valid = key[None, :, None], seen[None, :, None]
+        if PADDED < BLOCK:
+            valid &= line < PADDED // 32
+        word = part * (PADDED // 32) + line
+        words = cache.to(tl.pointer_type(tl.uint32)) + key * (ROW // 4) + word
+        first = tl.load(words, mask=valid, other=0)
+        second, twos, ones = first, first, first
+        if MANTISSA >= 7:
+            second = tl.load(words + WORDS, mask=valid, other=0)
+        FIELD: tl.constexpr = 4 if MANTISSA < 7 else 8
+        REST: tl.constexpr = MANTISSA + 1 - FIELD
+        rest = cache + FIELD * WORDS
+        if REST >= 2:
+            twos = tl.load(rest.to(tl.pointer_type(tl.uint16)) + key * (ROW // 2) + word, mask=valid, other=0)
+            twos = twos.to(tl.uint32)
+            twos |= twos << 8
+        if REST % 2 == 1:
+            ones = tl.load(rest + (REST - 1) * WORDS + key * ROW + word, mask=valid, other=0).to(tl.uint32)
+            ones |= ones << 12
+        scale = tl.load(scales, mask=seen, other=0)[None, :, None]
+        for group in tl.static_range(1, SCALES):
+            scale = tl.where(line // 2 < group, scale, tl.load(scales + group, mask=seen, other=0)[None, :, None])
+        step = (scale.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+        low0, high0 = _halves(first, twos, ones, 0, step, MANTISSA)
+        low1, high1 = _halves(first, twos, ones, 1, step, MANTISSA)
+        low2, high2 = _halves(second, twos, ones, 2, step, MANTISSA)
+        low3, high3 = _halves(second, twos, ones, 3, step, MANTISSA)
+        low, high = _four(low0, low1, low2, low3), _four(high0, high1, high2, high3)
+        rows = tl.reshape(tl.permute(tl.join(low, high), (1, 2, 0, 3, 4, 5)), (TILE, BLOCK))
     return rows
 
 
@@ -227,12 +325,15 @@ def attend_kernel(
     MANTISSA: tl.constexpr,
     PADDED: tl.constexpr,
     ROW: tl.constexpr,
+    SCALES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """All queries that share a key head, against one stretch of keys."""
     row, head, stretch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     address = tl.load(places + row)
+    first_key, capacity = _cache_block(places, row, ROWS, layer, 0, head, KV_HEADS, ROW + SCALES)
+    first_value, _ = _cache_block(places, row, ROWS, layer, 1, head, KV_HEADS, ROW + SCALES)
     _await(OVERLAP)
     begin = tl.full((), 0, tl.int64)
     if WINDOW > 0:
@@ -243,28 +344,35 @@ def attend_kernel(
         d, g, n = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, TILE)
         stored: tl.constexpr = kind if MANTISSA == 0 else tl.uint8
         cache = tl.multiple_of(address.to(tl.pointer_type(stored)), 16)  # or loads would be of single numbers
-        first_key = _cache_row(places, row, ROWS, layer, 0, head, 0, KV_HEADS, ROW)
-        first_value = _cache_row(places, row, ROWS, layer, 1, head, 0, KV_HEADS, ROW)
         line = (row.to(tl.int64) * KV_HEADS + head) * GROUP + g
         own = (g < GROUP)[:, None] & (d < DIM)[None, :]
         queries = tl.load(query + line[:, None] * DIM + d[None, :], mask=own, other=0.0)
+        factor = tl.full((1, 1), 1.0, tl.float32) * scale
+        if (MANTISSA > 0) & (kind == tl.bfloat16):  # decoded keys are float16, which has no room for such queries
+            queries = queries.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(queries), axis=1), 1e-30)[:, None]
+            queries = (queries / largest).to(tl.float16)
+            factor = scale * largest
         most = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
         total = tl.zeros((GROUP_BLOCK,), tl.float32)
         mixed = tl.zeros((GROUP_BLOCK, BLOCK), tl.float32)
         for tile in range(0, KEYS, TILE):
             key = start + tile + n
             seen = (key <= position) & (key >= begin)
-            valid = seen[:, None] & (d < DIM)[None, :]
-            keys = _load_rows(cache, first_key, key, d, valid, MANTISSA, PADDED, ROW).to(kind)
-            values = _load_rows(cache, first_value, key, d, valid, MANTISSA, PADDED, ROW).to(kind)
-            scores = tl.dot(queries, tl.trans(keys)) * scale
+            keys = _load_rows(cache + first_key, capacity, key, seen, MANTISSA, DIM, PADDED, BLOCK, ROW, SCALES)
+            values = _load_rows(cache + first_value, capacity, key, seen, MANTISSA, DIM, PADDED, BLOCK, ROW, SCALES)
+            if MANTISSA > 0:
+                # Triton orders a product for the narrowest numbers it sees its factors made of. That fits keys, and has
+                # values go through shared memory one by one; through a sum, if only of one number, it does not see.
+                values = tl.sum(tl.reshape(values, (TILE, BLOCK, 1)), axis=2)
+            scores = tl.dot(queries, tl.trans(keys)) * factor
             scores = tl.where(seen[None, :], scores, float("-inf"))
             higher = tl.maximum(most, tl.max(scores, axis=1))
             level = tl.where(higher == float("-inf"), 0.0, higher)  # a tile of which nothing is seen
             fade = tl.exp(most - level)
             odds = tl.exp(scores - level[:, None])
             total = total * fade + tl.sum(odds, axis=1)
-            mixed = mixed * fade[:, None] + tl.dot(odds.to(kind), values)
+            mixed = mixed * fade[:, None] + tl.dot(odds.to(values.dtype), values)
             most = higher
         if STRETCHES == 1:
             tl.store(out + line[:, None] * DIM + d[None, :], (mixed / total[:, None]).to(kind), mask=own)
@@ -320,8 +428,8 @@ def mix_kernel(
         d, g, n = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, KEYS)
         there = d < DIM
         cache = tl.multiple_of(tl.load(places).to(tl.pointer_type(kind)), 16)
-        first_key = _cache_row(places, 0, 1, layer, 0, head, 0, KV_HEADS, DIM)
-        first_value = _cache_row(places, 0, 1, layer, 1, head, 0, KV_HEADS, DIM)
+        first_key, _ = _cache_block(places, 0, 1, layer, 0, head, KV_HEADS, DIM)
+        first_value, _ = _cache_block(places, 0, 1, layer, 1, head, KV_HEADS, DIM)
         key = start + n
         seen = (key <= position) & (key >= begin)
         before = (seen & (key < position))[:, None] & there[None, :]

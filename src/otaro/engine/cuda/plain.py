@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from otaro import packing, sefp
+from otaro import sefp
 from otaro.engine.cuda.matrices import TURN
 from otaro.engine.cuda.model import DeviceModel, Layer
 from otaro.engine.cuda.rows import CacheLayout, DeviceSession, Rows
-from otaro.packing import Planes
-from otaro.precision import NARROWEST
+from otaro.precision import WIDEST
 from otaro.sefp import Format
 
 CODES = Format("nested", 64)
@@ -50,10 +51,11 @@ def rotate(model: DeviceModel, layer: Layer, number: int, qkv: Tensor, rows: Row
         return x * cosine + torch.cat((-high, low), -1) * sine
 
     stored = torch.stack((turned(key), value), 1)  # row, key or value, head, dimension
-    bits = stored.to(qkv.dtype) if rows.layout.precision is None else encode(stored, rows.layout)
+    encoded = encode(stored.to(qkv.dtype) if rows.layout.precision is None else stored, rows.layout)
     for row, (session, position) in enumerate(zip(rows.sessions, rows.positions.tolist(), strict=True)):
         if session is not None and position >= 0:
-            session.cache[number, :, :, position] = bits[row]
+            for part, bits in zip(session.parts, encoded, strict=True):
+                part[number, :, :, position] = bits[row]
     return turned(query).to(qkv.dtype).reshape(count, -1)
 
 
@@ -96,25 +98,44 @@ def attend_prompt(
 
 def held(session: DeviceSession, number: int, begin: int, end: int, dtype: torch.dtype) -> Tensor:
     """Keys and values of a layer, [2, heads, positions, dimension]."""
-    rows = session.cache[number, :, :, begin:end]
-    return rows if session.layout.precision is None else decode(rows, session.layout, dtype)
+    rows, scales = (part[number, :, :, begin:end] for part in session.parts)
+    return decode(rows, scales, session.layout, dtype)
 
 
-def encode(x: Tensor, layout: CacheLayout) -> Tensor:
-    """Rows of a cache of codes."""
-    assert layout.precision is not None
+def encode(x: Tensor, layout: CacheLayout) -> tuple[Tensor, Tensor]:
+    """Rows of a cache and their scales."""
+    if layout.precision is None:
+        return x, x[..., :0]
     codes = sefp.encode_unchecked(x, layout.precision, CODES)
-    planes = packing.pack(codes)
-    half, eighth = layout.padded // 2, layout.padded // 8
-    return torch.cat((planes.base[..., :half], *(plane[..., :eighth] for plane in planes.bits), planes.scale), -1)
+    zero = sefp.NESTED_OFFSET >> (WIDEST.mantissa - layout.mantissa)
+    code = functional.pad(codes.code, (0, layout.padded - layout.dimension), value=zero)
+    planes, low = [], layout.mantissa + 1
+    for field in layout.fields:
+        low -= field
+        order, _, places = _order(layout.padded, field, x.device)
+        fields = (code[..., order] >> low & (1 << field) - 1).unflatten(-1, (-1, 8 // field))
+        planes.append((fields << places).sum(-1).to(torch.uint8))
+    return torch.cat(planes, -1), codes.scale
 
 
-def decode(rows: Tensor, layout: CacheLayout, dtype: torch.dtype) -> Tensor:
-    """What rows of codes stand for."""
-    assert layout.precision is not None
-    half, eighth = layout.padded // 2, layout.padded // 8
-    extra = layout.precision.mantissa - NARROWEST.mantissa
-    sizes = (half, *[eighth] * extra, layout.row - half - extra * eighth)
-    base, *bits, scale = rows.split(sizes, -1)
-    codes = packing.unpack(Planes(base, tuple(bits), scale), layout.dimension, layout.precision, CODES)
-    return sefp.decode(codes, dtype)
+def decode(rows: Tensor, scales: Tensor, layout: CacheLayout, dtype: torch.dtype) -> Tensor:
+    """What rows of a cache stand for."""
+    if layout.precision is None:
+        return rows
+    code: Tensor | None = None
+    planes = rows.split([layout.padded // 8 * field for field in layout.fields], -1)
+    for field, plane in zip(layout.fields, planes, strict=True):
+        _, back, places = _order(layout.padded, field, rows.device)
+        fields = (plane[..., None] >> places & (1 << field) - 1).flatten(-2)
+        own = fields[..., back[: layout.dimension]].to(torch.int16)
+        code = own if code is None else code << field | own
+    assert code is not None
+    return sefp.decode(sefp.Codes(code, scales, layout.precision, CODES), dtype)
+
+
+@functools.cache
+def _order(padded: int, field: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The dimension of each field of a plane, the field of each dimension, and where the fields of a byte begin."""
+    dimension = torch.arange(padded, device=device).reshape(-1, 4, 2, 2, 2)  # part 1 is the word's, the last its half's
+    order = dimension.permute((2, 1, 0, 4, 3) if field == 8 else (1, 0, 4, 2, 3)).flatten()
+    return order, order.argsort(), torch.arange(0, 8, field, dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
 """Texts on a device: keys and values of each in memory of its own, and the rows of a run that point to them.
 
-A text's memory is [layers, key or value, key heads, capacity, row], grown as the text grows. A row is a head's
-dimensions, or with a cache of SEFP codes their bytes: nibbles, a plane for each further bit, a byte of scale for each
-64 dimensions.
+A text's memory is [layers, key or value, key heads], grown as the text grows: of a head one row after the other, each
+its dimensions, or with a cache of SEFP codes their bits. Behind all rows of codes lie their scales, a byte for each 64
+dimensions, so that rows begin where vectors can be loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from otaro.engine.cuda.model import DeviceModel
 from otaro.engine.native import NO_MEMORY_CODE, check
 from otaro.engine.session import AnySession
-from otaro.precision import NARROWEST, Precision
+from otaro.precision import Precision
 
 BLOCK = 64
 """Tokens that memory grows by at least."""
@@ -28,15 +28,23 @@ _marks = itertools.count()
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How a row of keys or values lies in memory."""
+    """How a row of keys or values lies in memory.
+
+    Codes are cut into fields of 8, 4, 2 or 1 bits, the upper bits first; the fields of a size are a plane. Dimensions
+    8w … 8w + 7 make word w of a plane, and a word's lower half holds 8w, 8w + 2, 8w + 4, 8w + 6, from the lowest bits
+    on, its upper half the odd ones: both halves become half floats at once. Fields of 8 bits have room for half of
+    this, so there is a first plane of words for the first four dimensions and another for the rest. Words come in four
+    parts, w = 0, 4, 8 …, then 1, 5, 9 … and so on, one for each of four threads; a thread's vector has what tensor
+    cores want of it.
+    """
 
     dimension: int
     precision: Precision | None
 
     @property
     def padded(self) -> int:
-        """Dimensions of a row of codes: whole bytes of every plane."""
-        return -(-self.dimension // 8) * 8
+        """Dimensions of a row of codes: whole words, as many in each part."""
+        return -(-self.dimension // 32) * 32
 
     @property
     def mantissa(self) -> int:
@@ -45,10 +53,18 @@ class CacheLayout:
     @property
     def row(self) -> int:
         """Elements of a row: numbers, or bytes of codes."""
-        if self.precision is None:
-            return self.dimension
-        planes = self.precision.mantissa - NARROWEST.mantissa
-        return self.padded // 2 + planes * (self.padded // 8) + -(-self.dimension // 64)
+        return self.dimension if self.precision is None else self.padded // 8 * (self.mantissa + 1)
+
+    @property
+    def scales(self) -> int:
+        """Bytes of scale of a row."""
+        return 0 if self.precision is None else -(-self.dimension // 64)
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """Bits of a code in each plane."""
+        bits = self.mantissa + 1
+        return tuple(field for field in (8, 4, 2, 1) if bits & field)
 
 
 class DeviceSession(AnySession):
@@ -67,19 +83,26 @@ class DeviceSession(AnySession):
     def _room(self, capacity: int) -> Tensor:
         shape = self.shape
         dtype = self.model.dtype if self.layout.precision is None else torch.uint8
-        sizes = (shape.layers, 2, shape.kv_heads, capacity, self.layout.row)
+        sizes = (shape.layers, 2, shape.kv_heads, capacity * (self.layout.row + self.layout.scales))
         # Not left as it is found: what is masked is multiplied by zero, and NaN times zero is NaN.
         return torch.zeros(sizes, dtype=dtype, device=self.model.device)
 
     @property
     def capacity(self) -> int:
         """Tokens that there is room for now."""
-        return self.cache.shape[3]
+        return self.cache.shape[3] // (self.layout.row + self.layout.scales)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Rows and their scales, both [layers, key or value, key heads, capacity, elements]."""
+        capacity, row, scales = self.capacity, self.layout.row, self.layout.scales
+        rows, behind = self.cache.split((capacity * row, capacity * scales), -1)
+        return rows.unflatten(-1, (capacity, row)), behind.unflatten(-1, (capacity, scales))
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        full = self.cache.element_size() * 2 * self.shape.layers * self.shape.kv_heads * self.layout.row
-        return self.cache.nbytes, full * _rounded(self.context)
+        row = self.cache.element_size() * (self.layout.row + self.layout.scales)
+        return self.cache.nbytes, 2 * self.shape.layers * self.shape.kv_heads * row * _rounded(self.context)
 
     def expect(self, length: int) -> None:
         """Take all the memory that a text of that length needs at once, or give back what is far beyond it."""
@@ -101,11 +124,15 @@ class DeviceSession(AnySession):
             check(NO_MEMORY_CODE)
 
     def _move(self, capacity: int) -> None:
-        old, kept = self.cache, min(self.length, capacity)
+        old, kept = self.parts, min(self.length, capacity)
         self.cache = self._room(capacity)
-        self.cache[:, :, :, :kept] = old[:, :, :, :kept]
+        self._take(old, kept)
         self.tokens = numpy.resize(self.tokens, capacity)
         self.mark = next(_marks)
+
+    def _take(self, parts: tuple[Tensor, Tensor], length: int) -> None:
+        for own, part in zip(self.parts, parts, strict=True):
+            own[:, :, :, :length] = part[:, :, :, :length]
 
     def _release(self, length: int) -> None:
         if _rounded(length) < self.capacity:
@@ -114,7 +141,7 @@ class DeviceSession(AnySession):
 
     def _copy(self, other: DeviceSession, length: int) -> None:
         self.claim(length)
-        self.cache[:, :, :, :length] = other.cache[:, :, :, :length]
+        self._take(other.parts, length)
         self.tokens[:length] = other.tokens[:length]
         self.mark = next(_marks)
 
