@@ -91,12 +91,34 @@ def test_fitting_alone(tiny_llama: Path, book: Path, tmp_path: Path, capsys: pyt
     assert {width: count for width, count in figures["batches"].items() if count} == {"E5M4": 30, "E5M3": 30}
     assert len((out / "tune.jsonl").read_text().splitlines()) == 30
     assert "learning rate" not in capsys.readouterr().err
+    assert figures["learning_rate"] is None
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tiny_llama, out))
     cell = max(float(weight.abs().max()) for weight in before.values()) / 2**4
     assert all(torch.allclose(before[name], after[name], atol=cell) for name in before)
     before, after = figures["perplexity_before"], figures["perplexity_after"]
     assert after["E5M8"] == pytest.approx(before["E5M8"], rel=1e-3)
     assert abs(after["E5M3"] - after["E5M8"]) < 0.5 * abs(before["E5M3"] - before["E5M8"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--learning-rate", 1e-3),
+        ("--optimizer", "sgd"),
+        ("--average", 0.4),
+        ("--held-back", 0.1),
+        ("--lora", 4),
+        ("--method", "fp16"),
+        ("--scheme", "nearest"),
+    ],
+)
+def test_fitting_alone_refuses_what_has_no_meaning_for_it(
+    options: tuple[str, Any], tiny_llama: Path, book: Path, tmp_path: Path
+) -> None:
+    named = options[1] if options[0] in ("--method", "--scheme") else options[0]
+    with pytest.raises(OtaroError, match=named):
+        command(tiny_llama, tmp_path / "fitted", *short(book, 5), "--fit-only", *options)
+    assert not list(tmp_path.glob("fitted*"))
 
 
 def snippet() -> str:

@@ -111,6 +111,17 @@ def test_a_run_that_was_done_is_not_gone_on_with(tmp_path: Path) -> None:
     check_same(resumed(tmp_path, options), expected)
 
 
+def test_a_run_that_only_fits_writes_its_checkpoint_once(tmp_path: Path) -> None:
+    """It is the only one: killed while it was written again, a resumed run would have none to go on from."""
+    options = {**SAVING, **ADAM, **TIERS, "average": 0.0, "fit_only": True}
+    expected = whole(tmp_path, options)
+    files = {path: path.stat() for path in (tmp_path / "checkpoint-0").iterdir()}
+    (tmp_path / "tiers.safetensors").unlink()
+    check_same(resumed(tmp_path, options), expected)
+    for path, before in files.items():
+        assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns), path
+
+
 @pytest.mark.parametrize("checkpoint", [10, 12])
 def test_tiers_that_cannot_be_used(checkpoint: int, tmp_path: Path) -> None:
     """They are fitted anew."""

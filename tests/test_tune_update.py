@@ -16,6 +16,7 @@ from tuning import Blocks, arguments, trainer
 
 from otaro import convert, ops
 from otaro.errors import OtaroError
+from otaro.nn import FakeSefp
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.sefp import Format
@@ -29,8 +30,8 @@ M8, M7, M6, M5, M4, M3 = Precision
 ADAM: dict[str, Any] = {"optim": "adamw_torch_fused", "learning_rate": 1e-3, "max_grad_norm": 1.0}
 
 
-def simulated() -> Any:
-    model = random_model("llama").train()
+def simulated(architecture: str = "llama") -> Any:
+    model = random_model(architecture).train()
     convert.simulate(model, Format())
     return model
 
@@ -366,10 +367,39 @@ def test_captured_passes_give_the_same_bits(
         run.train()
         states.append({name: value.clone() for name, value in run.model.state_dict().items()})
         assert (Replayed.count > 0) is enabled
+        assert not run.graphs._captured  # their memory is given back
     # In full precision; then the teacher's, each tier's and the step of those; widths that were taken often enough.
     assert Replayed.count == {"tiers": 1 + 4, "uniform": 2, "fp16": 1}[options["method"]]
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name
+
+
+def test_scales_stand_still() -> None:
+    """A captured pass finds those of layers that quantise for themselves where they were, found anew."""
+    model = simulated("gpt2")
+    weights = Refresher(model)
+    layers = [layer for layer in model.modules() if isinstance(layer, FakeSefp)]
+
+    def scales() -> list[torch.Tensor]:
+        return [scale for layer in layers for scale in layer.scales.values()]
+
+    weights.set_width(Precision.E5M4)
+    first = scales()
+    before = [scale.clone() for scale in first]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 2
+    weights.set_width(Precision.E5M3)
+    assert first
+    assert all(one is other for one, other in zip(first, scales(), strict=True))
+    assert all(torch.equal(one + 4, other) for one, other in zip(before, first, strict=True))
+
+
+def test_a_pass_that_is_captured_must_be_told_its_loss() -> None:
+    model, ids = simulated(), Blocks(2).ids
+    batches = [{"input_ids": ids, "labels": ids}]
+    with pytest.raises(ValueError, match="tokens of one update"):
+        compute_gradients(model, batches, None, Refresher(model), graphs=graphs.Graphs(model, enabled=True))
 
 
 def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 One launch per layer and operation would cost more than the arithmetic of a small model. The values are written into
 buffers of the type the model computes in, one to a weight, which are kept from update to update: layers find them in
-`values`, and a captured CUDA graph finds them where they were.
+`values`, and a captured CUDA graph finds them where they were. So are the scales of layers that quantise for
+themselves.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Refresher:
         self._layers: list[Layer] = [layer for layer in self._simulated if isinstance(layer, Layer)]
         self.dtype = dtype
         self._results: dict[int, Tensor] = {}
+        self._scales: dict[nn.Parameter, Tensor] = {}
         self._batches: dict[tuple[object, ...], Any] = {}
         self._known: set[tuple[object, ...]] = set()
 
@@ -88,7 +90,7 @@ class Refresher:
     @torch.no_grad()
     def _find_scales(self) -> None:
         """Those of the layers that quantise for themselves."""
-        found: dict[int, Tensor] = {}
+        found: set[nn.Parameter] = set()
         for layer in self._simulated:
             filled = isinstance(layer, Layer) and self._fills(layer)
             if filled or layer.settled:
@@ -97,10 +99,13 @@ class Refresher:
             for name, turned in layer.transposed.items() if layer.width is not None else ():
                 weight: Any = layer._parameters[name]
                 if type(weight) is nn.Parameter:
-                    if id(weight) not in found:
-                        rows = weight.transpose(-1, -2) if turned else weight
-                        found[id(weight)] = ops.scales(rows, layer.format)
-                    layer.scales[name] = found[id(weight)]
+                    if weight not in found:
+                        found.add(weight)
+                        scales = ops.scales(weight.transpose(-1, -2) if turned else weight, layer.format)
+                        kept = self._scales.setdefault(weight, scales)
+                        if kept is not scales:
+                            kept.copy_(scales)
+                    layer.scales[name] = self._scales[weight]
 
     def _fills(self, layer: Layer) -> bool:
         weight = layer.weight

@@ -114,7 +114,7 @@ def tune(
     ] = None,
     fit_only: Annotated[
         bool,
-        typer.Option("--fit-only", help="Leave the weights as they are and only fit E5M4 and E5M3 to them."),
+        typer.Option("--fit-only", help="Tune nothing, only fit E5M4 and E5M3 to the weights as they are."),
     ] = False,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
@@ -192,11 +192,18 @@ def tune(
         "held_back": held_back,
         "embedding_floor": embedding_floor,
     }
-    if fit_only and lora is not None:
-        raise OtaroError("adapters learn nothing where tiers are only fitted: leave --lora or --fit-only out")
+    tuning = {
+        "--learning-rate": learning_rate,
+        "--optimizer": optimizer,
+        "--average": average,
+        "--held-back": held_back,
+        "--lora": lora,
+    }
+    if fit_only and (given := [name for name, value in tuning.items() if value is not None]):
+        raise OtaroError(f"{given[0]} has no meaning where tiers are only fitted: leave it or --fit-only out")
     options = {name: value for name, value in options.items() if value is not None}
     constants = find_recipe(recipe)
-    if method is None and constants.method == "tiers":
+    if method is None and constants.method == "tiers" and not fit_only:
         chosen = scheme or constants.scheme
         if chosen != "nested":
             options["method"] = "bps"
@@ -331,7 +338,8 @@ def run(
         trainer.train(checkpoint)
         if trainer.interrupted:
             if first:
-                when = "while fitting" if trainer.tuned else f"after {trainer.state.global_step} updates"
+                fits = trainer.tiers and trainer.tuned
+                when = "while fitting" if fits else f"after {trainer.state.global_step} updates"
                 note(f"stopped {when}: add --resume to the same command to go on")
             raise typer.Exit(EXIT_STOPPED)
         watch = trainer.watch
@@ -353,7 +361,7 @@ def run(
                 "model": source.label,
                 "method": args.method,
                 "completion_only": args.completion_only,
-                "learning_rate": trainer.args.learning_rate,
+                "learning_rate": None if args.fit_only else trainer.args.learning_rate,
                 "updates": trainer.state.max_steps if args.fit_only else trainer.state.global_step,
                 "fit_only": args.fit_only,
                 "kept_update": watch.update if watch.ended else kept,

@@ -55,7 +55,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         metadata={"help": "The share of data seen twice or more that is measured on, not learned (tiers only)."},
     )
     fit_only: bool = field(
-        default=False, metadata={"help": "Leave the weights as they are; all updates fit tiers to them (tiers only)."}
+        default=False, metadata={"help": "Tune nothing; all updates fit tiers to the weights as they are (tiers only)."}
     )
     compile: bool | None = field(
         default=None, metadata={"help": "Compile layers and losses, which pays on a GPU; left out: there only."}
@@ -87,7 +87,12 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         if self.average and self.load_best_model_at_end:
             raise OtaroError("a run gives its best checkpoint or an average of its weights, not both: set average to 0")
         if self.fit_only and (self.method != "tiers" or not self.tier_widths):
-            raise OtaroError(f"only tiers are fitted, of which {self.method} for {self.widths} has none: tune instead")
+            raise OtaroError(
+                f"the method {self.method} for {self.widths} has no tiers that could be fitted: choose the method "
+                f"tiers, and {' or '.join(map(str, parse_precisions(self.tiers)))} among the widths"
+            )
+        if self.fit_only and self.average:
+            raise OtaroError("nothing is averaged where tiers are only fitted: set average to 0")
         if self.fit_only and self.load_best_model_at_end:
             raise OtaroError("a run that only fits has one result, not a best one: leave early stopping out")
         _ = self.tuned_widths, self.ultra_low_widths, self.tier_widths, self.format, self.floor

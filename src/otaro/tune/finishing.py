@@ -52,6 +52,7 @@ def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
 
     Unless the run is `fresh`, it goes on where it was stopped; if it is asked to stop again, it is `interrupted`.
     """
+    trainer.graphs.forget()
     if trainer.optimizer is not None:
         trainer.optimizer.state.clear()  # moments and means are as large as the tiers
         trainer.optimizer.zero_grad()
@@ -68,7 +69,6 @@ def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
     # Seeded for the order of the data, which is nobody else's business.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_dropout(trainer.model):
         fit_tiers(trainer, fresh=fresh)
-    trainer.graphs.forget()
     trainer.weights.set_width(None)
     if trainer.interrupted:
         drop_tiers(trainer.model)
@@ -140,9 +140,10 @@ def read_losses(trainer: OtaroTrainer, unread: dict[int, dict[Precision, Tensor]
         known = {width: next(values) for width in losses}
         for width, loss in known.items():
             if not math.isfinite(loss):
+                tuned = "" if trainer.args.fit_only else "the tuned weights are in the last checkpoint; "
                 raise OtaroError(
-                    f"the loss became {loss} at {width} while tiers were fitted: the tuned weights are in the last "
-                    "checkpoint; in float16 values may have become too large for it, bf16 has room for them"
+                    f"the loss became {loss} at {width} while tiers were fitted: {tuned}in float16 values may have "
+                    "become too large for it, bf16 has room for them"
                 )
             trainer.selector.count(width)
             trainer.selector.record(width, loss)

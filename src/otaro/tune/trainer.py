@@ -117,6 +117,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self.ended = False
         """Whether something ended the run before its last update, such as early stopping."""
         self._hooked = False
+        self._resumed = False
         self.batches: list[Batch] = []
         self._progress = progress
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
@@ -376,6 +377,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             if self.is_world_process_zero():
                 resume.drop_later(Path(self.args.output_dir), checkpoint)
         self.interrupted = self.asked_to_stop = False
+        self._resumed = checkpoint is not None
         try:
             with self._stop_on_interrupt():
                 result = super().train(None if checkpoint is None else str(checkpoint), **options)
@@ -389,13 +391,17 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise OtaroError(
+            ways = [
                 f"memory ran out in training at batches of {self.args.per_device_train_batch_size}: lower the batch "
                 "size (gradient accumulation makes up for it) or the sequence length, turn on gradient checkpointing "
-                "or bf16, or train adapters with LoRA"
-                + (", or choose the method bps, which needs less memory for weights" if self.tiers else "")
-            ) from error
+                "or bf16"
+            ]
+            if not self.args.fit_only:
+                ways.append("train adapters with LoRA")
+                ways += ["choose the method bps, which needs less memory for weights"] if self.tiers else []
+            raise OtaroError(", or ".join(ways)) from error
         finally:
+            self.graphs.forget()
             self.weights.set_width(None)
 
     @property
@@ -446,7 +452,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         # Resumed from its last checkpoint, a run that is done would make one more update before it noticed.
         if self.tuned:
-            if self.args.fit_only and self.args.save_strategy != "no":
+            if self.args.fit_only and self.args.save_strategy != "no" and not self._resumed:
                 self._save_checkpoint(self.model, trial=None)  # which the tiers go on from
             self.control.should_training_stop = True
             return

@@ -53,8 +53,11 @@ def compute_gradients(
     """Add the gradient of an update at a width to the parameters'; returns this process's share of the loss.
 
     `batches` are the micro-batches, on the model's device; None is full precision. `loss` computes that of one, left
-    out it is the model's own; `context` is what passes run in, such as autocast. With `graphs`, passes may be captured.
+    out it is the model's own; `context` is what passes run in, such as autocast. With `graphs`, passes may be captured:
+    then `loss` must find all that changes in its batch.
     """
+    if graphs is not None and loss is None:
+        raise ValueError("the model's own loss counts the tokens of one update, which a captured pass would keep")
     total = torch.zeros((), device=batches[0]["labels"].device)
     if loss is None:
         loss = _model_loss(processes.total(_predictions(batches)), processes.count, context)
