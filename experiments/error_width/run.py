@@ -6,8 +6,8 @@
 
 A rule is written as a sum: `M4+4M5` is the squared error at E5M4 plus four times that at E5M5; `M5 of 8` chooses from
 2^E times 1.25, 1.5 and 1.75 too, not from the product's five. Errors are whole numbers, as in the product, in units of
-2^(E-10), but those at E5M5 alone in units of 2^(E-11) and those with E5M8 in units of 2^(E-12). Linear layers only; their
-weights are replaced by their values. The file is written after every rule.
+2^(E-10), but those at E5M5 alone in units of 2^(E-11) and those with E5M8 in units of 2^(E-12). Linear layers only;
+their weights are replaced by their values. The file is written after every rule.
 """
 
 from __future__ import annotations
