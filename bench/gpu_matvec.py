@@ -54,7 +54,7 @@ def build_kernels(index: int, columns: tuple[int, ...]) -> float:
     for extra, count in itertools.product(range(-1, 6), columns):
         # The form that reads its width on the device is measured at batch 1 alone.
         if extra >= 0 or count == 1:
-            threads = calls.most_threads(count)
+            threads = 32 * calls.most_warps(count)
             definitions = (
                 *(("OTARO_COLUMNS", count), ("OTARO_EXTRA", extra)),
                 *(("OTARO_GATED", 0), ("OTARO_THREADS", threads)),

@@ -139,7 +139,7 @@ def compile_kernels(index: int) -> None:
     major, minor = torch.cuda.get_device_capability(index)
     jobs: list[tuple[str, tuple[tuple[str, int], ...]]] = [("decode", ())]
     for extra, columns, gated in itertools.product(range(6), (1, 8, 16), (0, 1)):
-        threads = calls.most_threads(columns)
+        threads = 32 * calls.most_warps(columns)
         definitions = (
             *(("OTARO_COLUMNS", columns), ("OTARO_EXTRA", extra)),
             *(("OTARO_GATED", gated), ("OTARO_THREADS", threads)),

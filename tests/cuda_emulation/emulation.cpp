@@ -35,7 +35,7 @@ const char* run_matvec(const Matvec* call, int extra, int columns, int grid, int
     return machine::run(bodies[columns == 1   ? 0
                                : columns == 8 ? 1
                                               : 2][extra < 0 ? 6 : extra],
-                        call, grid, call->split, (call->warps + helpers_of(columns)) * 32, shared_bytes, seed);
+                        call, grid, call->split, call->warps * 32, shared_bytes, seed);
 }
 const char* run_decode(const Decode* call, int grid, int threads, u32 seed) {
     return machine::run(decode_body, call, grid, 1, threads, 0, seed);

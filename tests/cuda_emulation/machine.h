@@ -35,7 +35,6 @@ struct alignas(16) float4 {
 #define DEVICE inline
 #define UNROLL
 #define NO_UNROLL
-#define UNROLL_4
 #define PARAMETER const
 
 namespace machine {
@@ -306,7 +305,6 @@ DEVICE void multiply_tile(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, cons
 }
 DEVICE float shuffle(float value, int lane) { return machine::exchange({{}, {}, {value}})[lane].c[0]; }
 DEVICE float shuffle_xor(float value, int mask) { return shuffle(value, (thread_index() % 32) ^ mask); }
-DEVICE void synchronize_warp() { machine::gather(machine::own_warp(), 32); }
 DEVICE void synchronize_block() { machine::gather(machine::blocks[machine::current->block].barrier, machine::threads); }
 DEVICE void synchronize_cluster() {
     machine::gather(machine::cluster_barrier, machine::threads * (int)machine::blocks.size());
@@ -332,7 +330,6 @@ DEVICE void barrier_expect(u64* barrier, u32 bytes) {
     known.bytes += bytes;
     machine::complete(known);
 }
-DEVICE void barrier_arrive(u64* barrier) { barrier_expect(barrier, 0); }
 DEVICE void copy_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
     machine::check_global(from, 16, false);
     machine::check_global((const u8*)from + bytes - 16, 16, false);

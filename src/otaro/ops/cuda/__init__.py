@@ -227,7 +227,7 @@ def _launch_plan(
         OTARO_EXTRA=-1 if dynamic else extra,
         OTARO_COLUMNS=columns,
         OTARO_GATED=int(gated),
-        OTARO_THREADS=calls.most_threads(columns),
+        OTARO_THREADS=32 * calls.most_warps(columns),
     )
     device, given = device_limits(index), dict(choices)
     plan = calls.plan(rows, units, extra, columns, device, **given)

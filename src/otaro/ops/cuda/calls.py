@@ -24,13 +24,11 @@ _SPLITS = (1, 2, 4, 7, 8)
 MOST_SPLIT = _SPLITS[-1]
 """Blocks in a cluster that every GPU with clusters can hold."""
 _UNIT_BYTES, _BIT_BYTES, _SCALE_BYTES = 2048, 512, 64
-_HEAD_BYTES, _MOST_STAGES = 384, 16
+_HEAD_BYTES, _MOST_STAGES = 256, 16
 _RESERVED = 1024
 """Bytes of shared memory that the system keeps of every block's."""
 _STAGE_BYTES = 88 * 1024
 """At most what is copied at a time: warps wait for each other after every stage, so few large ones are quicker."""
-_SMALL_STAGE_BYTES = 44 * 1024
-"""The same for all blocks of a multiprocessor where warps wait for their bytes alone: small stages come sooner."""
 _LEAST_STEPS = 2
 """Steps of a block that has enough tiles, so that it computes while it copies."""
 _CLUSTER_WARPS = 8
@@ -62,7 +60,6 @@ class CMatvec(ctypes.Structure):
         ("warps", ctypes.c_int),
         ("tiles_per_stage", ctypes.c_int),
         ("stage_memory", ctypes.c_int),
-        ("stages", ctypes.c_int * (MOST_EXTRA + 1)),
         ("share", ctypes.c_int),
         ("rest", ctypes.c_int),
         ("gated", ctypes.c_int),
@@ -105,22 +102,16 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        return 32 * (self.warps + helpers(self.columns))
+        return 32 * self.warps
 
     @property
     def stage_memory(self) -> int:
         return self.stages * self.tiles * self.warps * unit_bytes(self.extra)
 
-    def stages_at(self, extra: int) -> int:
-        """Stages at a width that is read when the kernel runs: one more than at the widest, where memory holds them."""
-        held = self.stage_memory // (self.tiles * self.warps * unit_bytes(extra))
-        return min(_MOST_STAGES, self.stages + 1, held)
-
     def shared_bytes(self, rows: int) -> int:
         """Shared memory of a block: barriers, stages, sums of the warps and, where columns are divided, results."""
         results = -(-_tiles(rows) // self.clusters) if self.split > 1 else 0
-        buffers = self.stages_at(0) if helpers(self.columns) else 2
-        sums = (buffers * self.tiles * self.warps + results) * ROWS * self.columns * 4
+        sums = (2 * self.tiles * self.warps + results) * ROWS * self.columns * 4
         return _HEAD_BYTES + self.stage_memory + sums
 
 
@@ -135,25 +126,8 @@ def kernel_columns(batch: int) -> int:
 
 
 def most_warps(columns: int) -> int:
-    """Warps of a block that registers suffice for, helpers aside."""
+    """Warps of a block that its registers suffice for."""
     return 8 if columns == MOST_BATCH else 16
-
-
-def helpers(columns: int) -> int:
-    """Warps of a block that only copy and sum up."""
-    return 4 if columns == 1 else 0
-
-
-def most_threads(columns: int) -> int:
-    """Threads of a multiprocessor that a kernel's registers suffice for: with helpers, two blocks of eight warps."""
-    return 32 * 2 * (8 + helpers(columns)) if helpers(columns) else 32 * most_warps(columns)
-
-
-def _most_blocks(columns: int, warps: int) -> int:
-    """Blocks that a multiprocessor's registers suffice for: it deals out warps in fours."""
-    if helpers(columns):
-        return most_threads(columns) // (128 * -(-(warps + helpers(columns)) // 4))
-    return max(most_warps(columns) // warps, 1)
 
 
 def plan(
@@ -182,12 +156,11 @@ def plan(
     warps = -(-units // split)
     if warps > limit or split > MOST_SPLIT:
         return None
-    most = blocks or _most_blocks(columns, warps)
+    most = blocks or max(limit // warps, 1)
     for blocks in range(most, 0, -1):
         clusters = min(_tiles(rows), max(blocks * device.processors // split, 1), most_clusters or _tiles(rows))
         share = -(-_tiles(rows) // clusters)
-        most_bytes = _SMALL_STAGE_BYTES // blocks if helpers(columns) else _STAGE_BYTES
-        count = tiles or max(1, min(most_bytes // (warps * unit_bytes(extra)), share // _LEAST_STEPS))
+        count = tiles or max(1, min(_STAGE_BYTES // (warps * unit_bytes(extra)), share // _LEAST_STEPS))
         room = device.shared // blocks - _RESERVED
         for stages in range(min(_MOST_STAGES, -(-share // count)), 0, -1):
             chosen = Plan(columns, split, warps, count, stages, clusters, extra)
@@ -241,7 +214,6 @@ def matvec_call(
         chosen.warps,
         chosen.tiles,
         chosen.stage_memory,
-        (ctypes.c_int * (MOST_EXTRA + 1))(*map(chosen.stages_at, range(MOST_EXTRA + 1))),
         *divmod(_tiles(fragments.rows), chosen.clusters),
         gated,
     )

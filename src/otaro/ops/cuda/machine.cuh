@@ -12,7 +12,6 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1")
-#define UNROLL_4 _Pragma("unroll 4")
 #define PARAMETER const __grid_constant__
 
 DEVICE u8* shared_memory() {
@@ -88,7 +87,6 @@ DEVICE void multiply_tile(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, cons
 
 DEVICE float shuffle(float value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
-DEVICE void synchronize_warp() { __syncwarp(); }
 DEVICE void synchronize_block() { __syncthreads(); }
 
 // All blocks of a cluster, their shared memory seen by all.
@@ -114,9 +112,6 @@ DEVICE void barriers_ready() {
 DEVICE void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
-}
-DEVICE void barrier_arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 DEVICE void copy_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

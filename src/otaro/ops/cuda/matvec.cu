@@ -14,14 +14,8 @@
 // the tiles of 16 rows; bytes come through a ring of stages in shared memory, copied in large blocks. Sums over warps go
 // through shared memory, over the blocks of a cluster (which divide the columns) through theirs, always in the same
 // order: equal calls give equal bits.
-//
-// A batch of 1 needs few registers for x, so there is room for four more warps, which copy and sum up; the others wait
-// for nothing but their bytes. They ask for no more than about half of the ring at a time: stages that are asked for
-// together come nearly together, and the first should come early. With more rows of x the block's warps wait for each
-// other after every stage and do this in turn.
 
-constexpr int MOST_STAGES = 16, SHARE_BYTES = 2 * 8 * MOST_STAGES, HEAD_BYTES = SHARE_BYTES + 128;
-constexpr DEVICE int helpers_of(int columns) { return columns == 1 ? 4 : 0; }
+constexpr int MOST_STAGES = 16, BARRIER_BYTES = 128, HEAD_BYTES = 256;
 
 struct Matvec {
     Planes planes;
@@ -30,7 +24,6 @@ struct Matvec {
     const int* mantissa; // in device memory, for the form that reads its width there
     int batch, bfloat, stored;
     int split, warps, tiles_per_stage, stage_memory; // blocks of a cluster; warps, tiles and bytes of a block
-    int stages[MOST_EXTRA + 1];                      // of the ring, at each width
     int share, rest;                                 // tiles of a cluster, and how many clusters have one more
     int gated;                                       // rows of y where it is silu(gate) · up, else 0
 };
@@ -59,14 +52,10 @@ template <int WEIGHT> DEVICE void nibble_fields(u32 (&a)[4], u32 word) {
 }
 
 // 16 columns of x for one lane's column of B: four steps of two words.
-//
-// At a batch of 1 the first four columns of B are the four groups of a unit, not rows of x. Then each group's product
-// with all of B has its own sum in its own column, and words and beginnings of one group serve all four.
-template <int COLUMNS> struct Activations {
-    static constexpr int TILES = COLUMNS > 8 ? 2 : 1, GROUPS = COLUMNS == 1 ? 1 : 4;
-    u32 words[TILES][GROUPS][8];
-    float start[TILES][GROUPS][4]; // what the accumulators of a group begin with
-    float factor[TILES][2];        // what sums of the lane's two columns of the result are multiplied by
+template <int TILES> struct Activations {
+    u32 words[TILES][4][8];
+    float start[TILES][4][4]; // what the accumulators of a group begin with
+    float factor[TILES][2];   // what sums of the lane's two columns of the result are multiplied by
 };
 
 // Four neighbouring numbers of x, zeros outside of it; ALIGNED where rows begin at multiples of eight bytes.
@@ -85,27 +74,26 @@ template <bool ALIGNED> DEVICE void load_four(u32& low, u32& high, const Matvec&
                 (j < 2 ? low : high) |= (u32)load_fresh(from + j) << (16 * (j & 1));
     }
 }
-template <bool ALIGNED, int GROUPS>
-DEVICE void load_unit(u32 (&words)[GROUPS][8], const Matvec& call, int row, int column) {
+template <bool ALIGNED> DEVICE void load_unit(u32 (&words)[4][8], const Matvec& call, int row, int column) {
     UNROLL
-    for (int g = 0; g < GROUPS; g++) UNROLL
+    for (int g = 0; g < 4; g++) UNROLL
     for (int s = 0; s < 4; s++)
         load_four<ALIGNED>(words[g][2 * s], words[g][2 * s + 1], call, row, column + 64 * g + 16 * s);
 }
 
 // bfloat16 becomes half float times a power of two, such that the largest of a row's 256 lies in [2^14, 2^15): eight
 // significant bits are kept down to 2^-31 of it.
-template <int GROUPS> DEVICE float scale_bfloats(u32 (&words)[GROUPS][8]) {
+DEVICE float scale_bfloats(u32 (&words)[4][8]) {
     float largest = 0;
     UNROLL
-    for (int g = 0; g < GROUPS; g++) UNROLL
+    for (int g = 0; g < 4; g++) UNROLL
     for (int j = 0; j < 8; j++) {
         float low = float_of_bits(words[g][j] << 16 & 0x7FFFFFFFu), high = float_of_bits(words[g][j] & 0x7FFF0000u);
         largest = low > largest ? low : largest;
         largest = high > largest ? high : largest;
     }
     UNROLL
-    for (int mask = 1; mask <= 8 / GROUPS; mask *= 2) {
+    for (int mask = 1; mask <= 2; mask *= 2) {
         float other = shuffle_xor(largest, mask);
         largest = other > largest ? other : largest;
     }
@@ -113,30 +101,27 @@ template <int GROUPS> DEVICE float scale_bfloats(u32 (&words)[GROUPS][8]) {
     int field = exponent == 255 ? 127 : smaller(268 - exponent, 253);
     float scale = float_of_bits((u32)field << 23);
     UNROLL
-    for (int g = 0; g < GROUPS; g++) UNROLL
+    for (int g = 0; g < 4; g++) UNROLL
     for (int j = 0; j < 8; j++)
         words[g][j] = halves_of_floats(float_of_bits(words[g][j] << 16) * scale,
                                        float_of_bits(words[g][j] & 0xFFFF0000u) * scale);
     return float_of_bits((u32)(254 - field) << 23);
 }
 
-template <int EXTRA, int COLUMNS> DEVICE void load_activations(Activations<COLUMNS>& x, const Matvec& call, int unit) {
-    const int lane = thread_index() & 31, own = lane & 3;
+template <int EXTRA, int TILES> DEVICE void load_activations(Activations<TILES>& x, const Matvec& call, int unit) {
+    int lane = thread_index() & 31, own = lane & 3;
     UNROLL
-    for (int tile = 0; tile < x.TILES; tile++) {
-        // Rows that do not exist are zeros.
-        int row = COLUMNS == 1 ? lane >> 4 : 8 * tile + (lane >> 2);
-        int column = 256 * unit + 4 * own + (COLUMNS == 1 ? 16 * (lane & 12) : 0);
+    for (int tile = 0; tile < TILES; tile++) {
         if ((call.planes.columns & 3) == 0)
-            load_unit<true>(x.words[tile], call, row, column);
+            load_unit<true>(x.words[tile], call, 8 * tile + (lane >> 2), 256 * unit + 4 * own);
         else
-            load_unit<false>(x.words[tile], call, row, column);
+            load_unit<false>(x.words[tile], call, 8 * tile + (lane >> 2), 256 * unit + 4 * own);
         float factor = call.bfloat ? scale_bfloats(x.words[tile]) : 1.0f;
         factor *= power_of_two(-2 - EXTRA);
         UNROLL
         for (int j = 0; j < 2; j++) x.factor[tile][j] = shuffle(factor, 4 * (2 * own + j));
         UNROLL
-        for (int g = 0; g < x.GROUPS; g++) {
+        for (int g = 0; g < 4; g++) {
             float sum = 0;
             UNROLL
             for (int j = 0; j < 8; j++) {
@@ -152,10 +137,9 @@ template <int EXTRA, int COLUMNS> DEVICE void load_activations(Activations<COLUM
     }
 }
 
-// The sums of one unit: for each tile of eight columns those of rows l/4 and l/4 + 8, columns 2·(l%4) and the next. At a
-// batch of 1 sums[0][0] and sums[0][2] of lanes with l%4 == 1 are the two rows' sums.
-template <int EXTRA, int COLUMNS, int TILES>
-DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<COLUMNS>& x, const u8* base,
+// The sums of one unit: for each tile of eight columns those of rows l/4 and l/4 + 8, columns 2·(l%4) and the next.
+template <int EXTRA, int TILES>
+DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<TILES>& x, const u8* base,
                           const u8* const (&bits)[EXTRA + 1], const u8* scale) {
     int lane = thread_index() & 31;
     u32 plane[EXTRA + 1][4];
@@ -170,15 +154,14 @@ DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<COLUMNS>& x
     for (int j = 0; j < 4; j++) sums[tile][j] = 0;
     UNROLL
     for (int g = 0; g < 4; g++) {
-        const int held = COLUMNS == 1 ? 0 : g;
         float total[TILES][4];
         UNROLL
         for (int tile = 0; tile < TILES; tile++) UNROLL
-        for (int j = 0; j < 4; j++) total[tile][j] = x.start[tile][held][j];
+        for (int j = 0; j < 4; j++) total[tile][j] = x.start[tile][g][j];
         auto add = [&](const u32(&a)[4], int s) {
             UNROLL
             for (int tile = 0; tile < TILES; tile++)
-                multiply_tile(total[tile], a, x.words[tile][held][2 * s], x.words[tile][held][2 * s + 1], total[tile]);
+                multiply_tile(total[tile], a, x.words[tile][g][2 * s], x.words[tile][g][2 * s + 1], total[tile]);
         };
         u32 a[4];
         uint4 loaded = load_shared((const uint4*)(base + 512 * g) + lane);
@@ -225,96 +208,77 @@ DEVICE void multiply_unit(float (&sums)[TILES][4], const Activations<COLUMNS>& x
         // Bytes of the two rows, each the upper half of a half float.
         u32 halves = permute(g < 2 ? bytes.x : bytes.y, 0, g & 1 ? 0x3424 : 0x1404);
         float upper = float_of_half(halves & 0xFFFF), lower = float_of_half(halves >> 16);
-        if constexpr (COLUMNS == 1) {
-            // Lanes that hold the columns of the first two groups hand on to those of the others.
-            UNROLL
-            for (int j = 0; j < 4; j += 2) {
-                if (g == 2) sums[0][j] = shuffle_xor(sums[0][j], 1);
-                sums[0][j] = fused_multiply_add(j < 2 ? upper : lower, total[0][j + (g & 1)], sums[0][j]);
-            }
-        } else {
-            UNROLL
-            for (int tile = 0; tile < TILES; tile++) UNROLL
-            for (int j = 0; j < 4; j++)
-                sums[tile][j] = fused_multiply_add(j < 2 ? upper : lower, total[tile][j], sums[tile][j]);
-        }
+        UNROLL
+        for (int tile = 0; tile < TILES; tile++) UNROLL
+        for (int j = 0; j < 4; j++)
+            sums[tile][j] = fused_multiply_add(j < 2 ? upper : lower, total[tile][j], sums[tile][j]);
     }
 }
 
-// A block's share of the work: tiles of the rows, units of the columns.
+// A block's share of the work: tiles of the rows, units of the columns, stages of its ring.
 struct Share {
-    int rank, begin, end, first_unit, units;
-
-    DEVICE Share(const Matvec& call) {
-        const int cluster = call.split == 1 ? block_index() : block_index() / call.split;
-        rank = block_index() - cluster * call.split;
-        begin = cluster * call.share + smaller(cluster, call.rest);
-        end = begin + call.share + (cluster < call.rest);
-        first_unit = rank * call.warps;
-        units = smaller(call.warps, call.planes.units - first_unit);
-    }
+    int rank, begin, end, first_unit, units, stages;
 };
 
 // How shared memory is divided: barriers, the share (kept there because registers are scarce), the ring of stages, sums
-// of the warps for each stage or for two steps, results of tiles that other blocks of the cluster add to.
+// of the warps for two steps, results of tiles that other blocks of the cluster add to.
 template <int EXTRA, int COLUMNS> struct Block {
     static constexpr int UNIT = UNIT_BASE + EXTRA * UNIT_BITS + UNIT_SCALE;
     static constexpr int PARTS = EXTRA + 2;   // the base, the planes, the scales
     static constexpr int SUMS = 16 * COLUMNS; // floats of a tile's results
-    static constexpr int HELPERS = helpers_of(COLUMNS), TILES = COLUMNS > 8 ? 2 : 1;
-    static constexpr int HELD = COLUMNS == 1 ? 1 : 4 * TILES; // of a tile's results by a lane
 
-    // Of a stage: its bytes have come, all have read them.
-    DEVICE static u64* come(int slot) { return (u64*)shared_memory() + slot; }
-    DEVICE static u64* read(int slot) { return come(MOST_STAGES + slot); }
-    DEVICE static Share& share() { return *(Share*)(shared_memory() + SHARE_BYTES); }
-    DEVICE static float* partial(const Matvec& call, int buffer) {
+    DEVICE static u64* barrier(int slot) { return (u64*)shared_memory() + slot; }
+    DEVICE static Share& share() { return *(Share*)(shared_memory() + BARRIER_BYTES); }
+    DEVICE static float* partial(const Matvec& call, int step) {
         float* sums = (float*)(shared_memory() + HEAD_BYTES + call.stage_memory);
-        return sums + buffer * call.tiles_per_stage * call.warps * SUMS;
+        return sums + (step & 1) * call.tiles_per_stage * call.warps * SUMS;
     }
-    DEVICE static float* results(const Matvec& call) { return partial(call, HELPERS ? call.stages[0] : 2); }
+    DEVICE static float* results(const Matvec& call) {
+        return partial(call, 0) + 2 * (partial(call, 1) - partial(call, 0));
+    }
+
+    // One thread: what the others will find.
+    DEVICE static void prepare(const Matvec& call) {
+        int rank = block_index() % call.split;
+        int cluster = block_index() / call.split, units = smaller(call.warps, call.planes.units - rank * call.warps);
+        Share own;
+        own.rank = rank;
+        own.begin = cluster * call.share + smaller(cluster, call.rest);
+        own.end = own.begin + call.share + (cluster < call.rest);
+        own.first_unit = rank * call.warps;
+        own.units = units < 0 ? 0 : units;
+        own.stages = smaller(MOST_STAGES, call.stage_memory / (call.tiles_per_stage * call.warps * UNIT));
+        share() = own;
+        NO_UNROLL
+        for (int slot = 0; slot < own.stages; slot++) barrier_init(barrier(slot), call.warps);
+        barriers_ready();
+    }
 
     DEVICE static int part_size(int index) { return index == 0 ? UNIT_BASE : index > EXTRA ? UNIT_SCALE : UNIT_BITS; }
 
-    // Where the ring keeps a part of a tile's first unit; `place` counts tiles.
-    DEVICE static u8* part(const Matvec& call, int place, int index) {
+    // Where a stage keeps a part of its first unit.
+    DEVICE static u8* part(const Matvec& call, int slot, int index) {
         int before = index == 0 ? 0 : UNIT_BASE + (index - 1) * UNIT_BITS;
-        return shared_memory() + HEAD_BYTES + call.warps * (place * UNIT + before);
+        return shared_memory() + HEAD_BYTES + call.tiles_per_stage * call.warps * (slot * UNIT + before);
     }
 
-    // One thread: one of the copies of the tiles from `first` on into a stage that nobody reads any more.
-    DEVICE static void fetch(const Matvec& call, const Share& share, int first, int slot, int copy) {
-        const int tile = copy / PARTS, index = copy % PARTS, size = part_size(index);
-        const u8* from = index == 0      ? call.planes.base
-                         : index > EXTRA ? call.planes.scale
-                                         : call.planes.bits[index - 1];
-        from += ((long long)(first + tile) * call.planes.units + share.first_unit) * size;
-        u8* to = part(call, slot * call.tiles_per_stage + tile, index);
-        copy_to_shared(to, from, share.units * size, come(slot));
-    }
-
-    // One of the warps that copy, the helpers or all: its share of a stage, since it waits for each of its copies to be
-    // taken. The first says how many bytes are awaited, be it before the others' have come or after.
-    DEVICE static void fetch_stage(const Matvec& call, const Share& share, int first, int slot, int warp) {
-        const int lane = thread_index() & 31, warps = HELPERS ? HELPERS : call.warps;
-        const int copies = share.units > 0 ? smaller(call.tiles_per_stage, share.end - first) * PARTS : 0;
-        if (copies <= 0) return;
-        if (lane == 0 && warp == 0) barrier_expect(come(slot), copies / PARTS * share.units * UNIT);
-        if (lane == 0 && warp > 0 && HELPERS) barrier_arrive(come(slot));
+    // One thread of each warp: copies its share of a step's tiles into a stage that nobody reads any more.
+    DEVICE static void fetch(const Matvec& call, int step, int slot, int warp) {
+        int first = share().begin + step * call.tiles_per_stage, units = share().units;
+        int count = smaller(call.tiles_per_stage, share().end - first), bytes = 0;
+        if (count <= 0 || units == 0) return;
         NO_UNROLL
-        for (int copy = warp + warps * lane; copy < copies; copy += 32 * warps) fetch(call, share, first, slot, copy);
-    }
-
-    // One thread of each warp: what the others will find.
-    DEVICE static void prepare(const Matvec& call, int warp) {
-        const Share own(call);
+        for (int copy = warp; copy < count * PARTS; copy += call.warps) bytes += units * part_size(copy % PARTS);
+        barrier_expect(barrier(slot), bytes);
         NO_UNROLL
-        for (int slot = warp; slot < call.stages[EXTRA]; slot += call.warps + HELPERS) {
-            barrier_init(come(slot), HELPERS ? HELPERS : 1);
-            if (HELPERS) barrier_init(read(slot), own.units > 0 ? own.units : 1);
+        for (int copy = warp; copy < count * PARTS; copy += call.warps) {
+            int tile = copy / PARTS, index = copy % PARTS, size = part_size(index);
+            const u8* from = index == 0      ? call.planes.base
+                             : index > EXTRA ? call.planes.scale
+                                             : call.planes.bits[index - 1];
+            from += ((long long)(first + tile) * call.planes.units + share().first_unit) * size;
+            copy_to_shared(part(call, slot, index) + tile * call.warps * size, from, units * size, barrier(slot));
         }
-        barriers_ready();
-        if (warp == 0) share() = own;
     }
 
     DEVICE static void store_result(const Matvec& call, int tile, int row, int column, float value) {
@@ -363,141 +327,94 @@ template <int EXTRA, int COLUMNS> struct Block {
                     store_gated(call, tile, lane >> 2, 8 * (j >> 2) + 2 * (lane & 3) + (j & 1), sums[j], sums[j | 2]);
         }
     }
-
-    // One warp: adds up what the warps have of a tile.
-    template <bool GATED>
-    DEVICE static void sum_up(const Matvec& call, const Share& share, const float* partial, int tile) {
-        const int lane = thread_index() & 31;
-        if (!GATED && COLUMNS == 1 && lane >= 16) return;
-        float sums[HELD];
-        UNROLL
-        for (int j = 0; j < HELD; j++) sums[j] = 0;
-        partial += COLUMNS == 1 ? lane & 15 : 4 * lane;
-        UNROLL_4
-        for (int unit = 0; unit < share.units; unit++, partial += SUMS) {
-            if constexpr (COLUMNS == 1) {
-                sums[0] += load_shared(partial);
-            } else {
-                UNROLL
-                for (int n = 0; n < TILES; n++) {
-                    float4 part = load_shared((const float4*)partial + n * 32);
-                    sums[4 * n] += part.x, sums[4 * n + 1] += part.y, sums[4 * n + 2] += part.z,
-                        sums[4 * n + 3] += part.w;
-                }
-            }
-        }
-        if constexpr (GATED) {
-            if (call.split == 1) store_gates(call, tile, lane, sums);
-            if (call.split == 1 || (COLUMNS == 1 && lane >= 16)) return;
-        }
-        UNROLL
-        for (int j = 0; j < HELD; j++)
-            if (call.split == 1)
-                store_results(call, tile, lane, j, sums[j]);
-            else if constexpr (COLUMNS == 1)
-                store_shared(results(call) + (tile - share.begin) * 16 + lane, sums[j]);
-            else
-                store_shared(results(call) + ((tile - share.begin) * HELD + j) * 32 + lane, sums[j]);
-    }
-
-    // The warps that copy and sum up; `asked` stages are on their way. A stage's bytes cannot have come before each of
-    // them has asked, after it has summed up what was there: so sums are not overwritten.
-    template <bool GATED> DEVICE static void help(const Matvec& call, const Share& share, int warp, int asked) {
-        const int tiles = call.tiles_per_stage, stages = call.stages[EXTRA];
-        int slot = 0, next = share.begin + asked * tiles, next_slot = asked == stages ? 0 : asked, awaited = 0;
-        u32 phase = 0, awaited_phase = 0;
-        for (int first = share.begin; first < share.end; first += tiles) {
-            // So many on their way at a time, into stages that have been read and summed up.
-            while (next < share.end && next < first + stages * tiles && next <= first + asked * tiles) {
-                if (share.units > 0) barrier_wait(come(awaited), awaited_phase);
-                fetch_stage(call, share, next, next_slot, warp);
-                next += tiles;
-                if (++next_slot == stages) next_slot = 0;
-                if (++awaited == stages) awaited = 0, awaited_phase ^= 1;
-            }
-            if (share.units > 0) barrier_wait(read(slot), phase);
-            for (int tile = 0; tile < smaller(tiles, share.end - first); tile++)
-                if ((first + tile - share.begin) % HELPERS == warp)
-                    sum_up<GATED>(call, share, partial(call, slot) + tile * call.warps * SUMS, first + tile);
-            synchronize_warp();
-            if (++slot == stages) slot = 0, phase ^= 1;
-        }
-    }
 };
 
 template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const Matvec& call) {
+    constexpr int TILES = COLUMNS > 8 ? 2 : 1, HELD = COLUMNS == 1 ? 1 : 4 * TILES;
     using Block = Block<EXTRA, COLUMNS>;
-    constexpr int HELD = Block::HELD;
-    const int warps = call.warps, all = warps + Block::HELPERS, tiles_per_stage = call.tiles_per_stage;
-    const int stages = call.stages[EXTRA], asked = Block::HELPERS && stages > 1 ? stages / 2 + 1 : stages;
-    const int warp = thread_index() >> 5, lane = thread_index() & 31;
+    const int warp = thread_index() >> 5, lane = thread_index() & 31, tiles_per_stage = call.tiles_per_stage;
     const Share& share = Block::share();
-    if (lane == 0) Block::prepare(call, warp);
+    if (thread_index() == 0) Block::prepare(call);
     synchronize_block();
-    const int copier = Block::HELPERS ? warp - warps : warp;
-    if (copier >= 0) {
+    if (lane == 0) {
         NO_UNROLL
-        for (int slot = 0; slot < asked; slot++)
-            Block::fetch_stage(call, share, share.begin + slot * tiles_per_stage, slot, copier);
+        for (int step = 0; step < share.stages; step++) Block::fetch(call, step, step, warp);
     }
     start_next_kernel();
     await_previous_kernel();
-    Activations<COLUMNS> x;
+    Activations<TILES> x;
     if (warp < share.units) load_activations<EXTRA>(x, call, share.first_unit + warp);
 
-    auto multiply = [&](int slot, int count, float* partial) {
-        NO_UNROLL
-        for (int tile = 0; tile < count; tile++) {
-            const int held = slot * tiles_per_stage + tile, unit = tile * warps + warp;
-            const u8* bits[EXTRA + 1];
-            UNROLL
-            for (int b = 0; b < EXTRA; b++) bits[b] = Block::part(call, held, b + 1) + warp * UNIT_BITS;
-            float sums[Block::TILES][4];
-            multiply_unit<EXTRA>(sums, x, Block::part(call, held, 0) + warp * UNIT_BASE, bits,
-                                 Block::part(call, held, EXTRA + 1) + warp * UNIT_SCALE);
-            UNROLL
-            for (int n = 0; n < Block::TILES; n++) {
-                float4 scaled = {sums[n][0] * x.factor[n][0], sums[n][1] * x.factor[n][1], sums[n][2] * x.factor[n][0],
-                                 sums[n][3] * x.factor[n][1]};
-                if constexpr (COLUMNS > 1) {
-                    store_shared((float4*)(partial + unit * Block::SUMS) + n * 32 + lane, scaled);
-                } else if ((lane & 3) == 1) {
-                    store_shared(partial + unit * 16 + (lane >> 2), scaled.x);
-                    store_shared(partial + unit * 16 + (lane >> 2) + 8, scaled.z);
+    int slot = 0, step = 0;
+    u32 phase = 0;
+    for (int first = share.begin; first < share.end; first += tiles_per_stage, step++) {
+        int count = smaller(tiles_per_stage, share.end - first);
+        float* partial = Block::partial(call, step);
+        if (warp < share.units) {
+            barrier_wait(Block::barrier(slot), phase);
+            NO_UNROLL
+            for (int tile = 0; tile < count; tile++) {
+                int unit = tile * call.warps + warp;
+                const u8* bits[EXTRA + 1];
+                UNROLL
+                for (int b = 0; b < EXTRA; b++) bits[b] = Block::part(call, slot, b + 1) + unit * UNIT_BITS;
+                float sums[TILES][4];
+                multiply_unit<EXTRA>(sums, x, Block::part(call, slot, 0) + unit * UNIT_BASE, bits,
+                                     Block::part(call, slot, EXTRA + 1) + unit * UNIT_SCALE);
+                UNROLL
+                for (int n = 0; n < TILES; n++) {
+                    float4 scaled = {sums[n][0] * x.factor[n][0], sums[n][1] * x.factor[n][1],
+                                     sums[n][2] * x.factor[n][0], sums[n][3] * x.factor[n][1]};
+                    if constexpr (COLUMNS > 1) {
+                        store_shared((float4*)(partial + unit * Block::SUMS) + n * 32 + lane, scaled);
+                    } else if ((lane & 3) == 0) {
+                        store_shared(partial + unit * 16 + (lane >> 2), scaled.x);
+                        store_shared(partial + unit * 16 + (lane >> 2) + 8, scaled.z);
+                    }
                 }
             }
         }
-    };
-    int slot = 0;
-    u32 phase = 0;
-    if (Block::HELPERS && warp >= warps) {
-        if constexpr (Block::HELPERS) Block::template help<GATED>(call, share, copier, asked);
-    } else {
-        for (int first = share.begin, step = 0; first < share.end; first += tiles_per_stage, step++) {
-            const int count = smaller(tiles_per_stage, share.end - first);
-            float* partial = Block::partial(call, Block::HELPERS ? slot : step & 1);
-            if (warp < share.units) {
-                barrier_wait(Block::come(slot), phase);
-                multiply(slot, count, partial);
+        synchronize_block();
+        if (lane == 0) Block::fetch(call, step + share.stages, slot, warp);
+        // Each tile is summed up by one warp, while the others begin with the next.
+        for (int tile = warp; tile < count; tile += call.warps) {
+            if (!GATED && COLUMNS == 1 && lane >= 16) continue;
+            float sums[HELD];
+            UNROLL
+            for (int j = 0; j < HELD; j++) sums[j] = 0;
+            for (int unit = tile * call.warps; unit < tile * call.warps + share.units; unit++) {
+                if constexpr (COLUMNS == 1) {
+                    sums[0] += load_shared(partial + unit * 16 + (lane & 15));
+                } else {
+                    UNROLL
+                    for (int n = 0; n < TILES; n++) {
+                        float4 part = load_shared((const float4*)(partial + unit * Block::SUMS) + n * 32 + lane);
+                        sums[4 * n] += part.x, sums[4 * n + 1] += part.y, sums[4 * n + 2] += part.z,
+                            sums[4 * n + 3] += part.w;
+                    }
+                }
             }
-            if constexpr (Block::HELPERS) {
-                synchronize_warp();
-                if (lane == 0 && warp < share.units) barrier_arrive(Block::read(slot));
-            } else {
-                synchronize_block();
-                Block::fetch_stage(call, share, first + stages * tiles_per_stage, slot, warp);
-                // Each tile is summed up by one warp, the last, which copies least, while others begin with the next.
-                for (int tile = warps - 1 - warp; tile < count; tile += warps)
-                    Block::template sum_up<GATED>(call, share, partial + tile * warps * Block::SUMS, first + tile);
+            if constexpr (GATED) {
+                if (call.split == 1) Block::store_gates(call, first + tile, lane, sums);
+                if (call.split == 1 || (COLUMNS == 1 && lane >= 16)) continue;
             }
-            if (++slot == stages) slot = 0, phase ^= 1;
+            UNROLL
+            for (int j = 0; j < HELD; j++)
+                if (call.split == 1)
+                    Block::store_results(call, first + tile, lane, j, sums[j]);
+                else if constexpr (COLUMNS == 1)
+                    store_shared(Block::results(call) + (first - share.begin + tile) * 16 + lane, sums[j]);
+                else
+                    store_shared(Block::results(call) + ((first - share.begin + tile) * HELD + j) * 32 + lane, sums[j]);
         }
+        if (++slot == share.stages) slot = 0, phase ^= 1;
     }
     if (call.split == 1) return;
 
     synchronize_cluster();
     if constexpr (GATED) {
-        for (int tile = share.rank * all + warp; tile < share.end - share.begin; tile += call.split * all) {
+        for (int tile = share.rank * call.warps + warp; tile < share.end - share.begin;
+             tile += call.split * call.warps) {
             float sums[HELD];
             UNROLL
             for (int j = 0; j < HELD; j++) {
@@ -511,7 +428,7 @@ template <int EXTRA, int COLUMNS, bool GATED = false> DEVICE void matvec(const M
         synchronize_cluster();
         return;
     }
-    for (int tile = share.rank * all + warp; tile < share.end - share.begin; tile += call.split * all)
+    for (int tile = share.rank * call.warps + warp; tile < share.end - share.begin; tile += call.split * call.warps)
         if (COLUMNS > 1 || lane < 16) UNROLL
     for (int j = 0; j < HELD; j++) {
         const float* from = Block::results(call) + (COLUMNS == 1 ? tile * 16 : (tile * HELD + j) * 32) + lane;
