@@ -11,7 +11,7 @@
 #     tune      300   the command `otaro tune`, 400 updates by fp16 and by tiers                      MODEL, TRAIN
 #     wikitext  590   the recipe on WikiText-2 beside averaged baselines; RUNS and SEEDS name others   MODEL, TRAIN, TEST
 #     compile    60   the engine's kernels
-#     tests     240   everything marked `gpu`
+#     tests     300   everything marked `gpu`
 #     products  200   products with packed weights against cuBLAS
 #     table2    180   the engine in the shape of Llama-3-8B
 #     smollm2    90   and in that of SmolLM2
@@ -63,7 +63,10 @@ for part in $parts; do
             --seeds "${SEEDS:-0,1,2}" --out "$out/wikitext"
         ;;
     compile) run 60 python -c "from experiments.table2.models import compile_kernels; compile_kernels(0)" ;;
-    tests) run 240 python -m pytest -m gpu -q -p no:cacheprovider tests/test_engine_cuda_gpu.py tests/test_cuda_gpu.py ;;
+    tests)
+        run 300 python -m pytest -m gpu -q -p no:cacheprovider tests/test_tune_gpu.py tests/test_engine_cuda_gpu.py \
+            tests/test_cuda_gpu.py
+        ;;
     products) run 200 python bench/gpu_matvec.py --seconds 120 --json "$out/gpu_matvec.json" ;;
     table2) run 180 python -m experiments.table2.run --json "$out/table2.json" ;;
     smollm2) run 90 python -m experiments.table2.run --shape smollm2-135m --tokens 200 --json "$out/smollm2.json" ;;
