@@ -127,6 +127,17 @@ def ingredients() -> str:
     return markdown(["setting", "run", "E5M8", "E5M5", "E5M4", "E5M3"], rows)
 
 
+def fitting() -> str:
+    """One row for each kind of fit."""
+    fits = json.loads((ROOT / "fitting" / "h200.json").read_text(encoding="utf-8"))["fits"]
+    head = ["share of the run", "step", "pull", "E5M8", "E5M5", "E5M4", "E5M3"]
+    rows: Rows = []
+    for fit in sorted(fits, key=lambda fit: tuple(fit["constants"].values())):
+        share, step, pull = (f"{fit['constants'][name]:g}" for name in ("fitting", "fitting_step", "fitting_pull"))
+        rows.append((share, [step, pull, *(f"{fit['perplexity'][width]:.3f}" for width in head[3:])]))
+    return markdown(head, rows)
+
+
 def bits(name: str) -> str:
     """Bits and perplexity of every file that was made, the most bits first."""
     result = json.loads((ROOT / "bits_per_weight" / f"{name}.json").read_text(encoding="utf-8"))
@@ -180,6 +191,11 @@ def cosines() -> str:
 
 
 METHODS = {"untuned": "untuned", "`fp16`": "fp16", "`fixed`, a run for each width": "fixed", "**`tiers`**": "tiers"}
+UNAVERAGED = {label: name for label, name in METHODS.items() if name != "tiers"}
+FITTED = {
+    "`tiers` of an earlier recipe": "tiers",
+    "`tiers`, fitted for a fifth of the run (one seed)": "tiers+fitting=0.2+fitting_step=0.03",
+}
 SEARCHED = {"`uniform`": "uniform", "`bps`": "bps", "`otaro`": "otaro"}
 ALPACA = {
     "untuned": "untuned",
@@ -198,12 +214,17 @@ AVERAGED = {
 }
 INGREDIENTS = {
     "tiers": "**`tiers`**",
+    "tiers+fitting=0.2+fitting_step=0.015": "fitted for a fifth of the run, in steps of 0.015",
     "tiers+fitting_pull=0.0": "not drawn back",
     "tiers+last-weights": "without averaging",
 }
 REPEATED = {label: name for label, name in AVERAGED.items() if name != "fixed"}
 IMPORTANCE = " with importance"
-BITS = {"smollm2": "SmolLM2-135M", "llama-14m": "a Llama of 14 million parameters"}
+BITS = {
+    name: model
+    for name, model in {"smollm2": "SmolLM2-135M", "llama-14m": "a Llama of 14 million parameters"}.items()
+    if (ROOT / "bits_per_weight" / f"{name}.json").exists()
+}
 SCHEMES = ("truncate", "truncated codes, half-step decode", "nearest, each width from the original")
 SCALES = {
     "2^E": ("`2^E`, no sign", "–", "5"),
@@ -220,9 +241,10 @@ EMBEDDINGS = {
     "never under E5M4": ("**never under E5M4**", "4.34"),
 }
 TABLES: dict[str, Callable[[], str]] = {
-    "wikitext": lambda: perplexities("wikitext", METHODS),
+    "wikitext": lambda: perplexities("wikitext", {**UNAVERAGED, **FITTED}),
     "stories": lambda: perplexities("stories", {"untuned": "untuned", "`fp16`": "fp16", **AVERAGED, **SEARCHED}),
     "ingredients": ingredients,
+    "fitting": fitting,
     **{f"bits-{name}": partial(bits, name) for name in BITS},
     "epochs-four": lambda: perplexities("epochs", REPEATED, part="four"),
     "epochs-ten": lambda: perplexities(
@@ -314,13 +336,13 @@ def draw_bits() -> None:
     """Perplexity against bits per weight, a panel for each model."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for axes, (name, model) in zip(figure.subplots(1, len(BITS)), BITS.items(), strict=True):
+    figure = Figure(figsize=(max(8.0, 5.5 * len(BITS)), 4.5), layout="constrained")
+    for axes, (name, model) in zip(figure.subplots(1, len(BITS), squeeze=False)[0], BITS.items(), strict=True):
         result = json.loads((ROOT / "bits_per_weight" / f"{name}.json").read_text(encoding="utf-8"))
         whole = result["llama.cpp"].pop("F16")["perplexity"]
         lines = {
-            "otaro: one model, one file": (result["otaro"], "C0", "o"),
-            "fine-tuned, then a file for each by llama.cpp": (result["llama.cpp"], "C1", "s"),
+            "otaro: one folder, read at six precisions": (result["otaro"], "C0", "o"),
+            "llama.cpp: a file for each type": (result["llama.cpp"], "C1", "s"),
         }
         helped = {kind: result["llama.cpp"].pop(kind) for kind in [*result["llama.cpp"]] if kind.endswith(IMPORTANCE)}
         lines["the same with an importance matrix"] = (helped, "C2", "^")
@@ -331,8 +353,8 @@ def draw_bits() -> None:
                 if not kind.endswith(IMPORTANCE):
                     place = {"xytext": (0, -12 if color == "C0" else 6), "textcoords": "offset points", "ha": "center"}
                     axes.annotate(kind, (x, y), fontsize=7, color=color, **place)
-        axes.axhline(whole, color="0.5", linestyle="--", linewidth=1, label="fine-tuned, F16")
-        axes.set(title=model, xlabel="bits per weight", ylabel="perplexity")
+        axes.axhline(whole, color="0.5", linestyle="--", linewidth=1, label="fine-tuned, not quantised")
+        axes.set(title=f"{model}, fine-tuned", xlabel="bits per weight", ylabel="perplexity")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(ROOT / "bits_per_weight" / "figure.png", dpi=110)
@@ -346,7 +368,8 @@ def main() -> None:
     if arguments.figures:
         for name in ("wikitext", "stories", "mixture", "paper_methods"):
             draw(ROOT / name)
-        draw_bits()
+        if BITS:
+            draw_bits()
     changed = differing()
     for path in changed:
         print(f"{path.relative_to(ROOT.parent)} {'differs' if arguments.check else 'written'}")

@@ -261,9 +261,8 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
         for name, value in model.named_parameters():
             value.copy_((seen[2][name] + seen[3][name]) / 2)
     add_tiers(model, [M3, M4])
-    step = Recipe().fitting_step * (5 * 16 / Recipe().reference_tokens) ** 0.5
     for number, batch in enumerate(batches):
-        fit_by_hand(model, batch["input_ids"], step * (4 - number) / 4)
+        fit_by_hand(model, batch["input_ids"], Recipe().fitting_step * (4 - number) / 4)
     settle_model(model)
     torch.manual_seed(run.args.seed)
     run.train()
@@ -446,7 +445,7 @@ def test_an_optimizer_of_ones_own_trains_the_weights_only() -> None:
     assert left == {name for name in names.values() if "_E5M" not in name}
 
 
-@pytest.mark.parametrize("updates, expected", [(1000, 200), (200, 40), (60, 24), (24, 24), (3, 3)])
+@pytest.mark.parametrize("updates, expected", [(1000, 333), (200, 67), (60, 24), (24, 24), (3, 3)])
 def test_how_many_updates_fit(updates: int, expected: int) -> None:
     assert fitting_updates(updates, Recipe().fitting, Recipe().fitting_updates) == expected
 

@@ -111,7 +111,7 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
                 trainer.batches,
                 trainer.weights,
                 trainer.tiers,
-                trainer.fitting_step * (updates - number + 1) / updates,
+                constants.fitting_step * (updates - number + 1) / updates,
                 pull=constants.fitting_pull,
                 context=trainer.accelerator.autocast,
                 processes=trainer.processes(),

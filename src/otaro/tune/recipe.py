@@ -70,13 +70,12 @@ class Recipe:
 
     # The method tiers.
     tiers: str = "E5M4,E5M3"
-    fitting: float = 0.2
+    fitting: float = 1 / 3
     """The updates that fit tiers after the run, as a share of its own."""
     fitting_updates: int = 24
     """No fewer than these, if the run has so many."""
-    fitting_step: float = 0.03
-    """The cells that a tier moves by, at most, in the first update that fits, if it has the reference's tokens; from
-    there it falls to nothing."""
+    fitting_step: float = 0.01
+    """The cells that a tier moves by, at most, in the first update that fits; from there it falls to nothing."""
     fitting_pull: float = 2.0
     """How far a tier is drawn back to its weight when it moves by a cell, as a share of the way; so it ends half a cell
     away at most."""
@@ -106,11 +105,8 @@ class Recipe:
         if self.learning_rate is not None:
             return self.learning_rate
         size = 1.0 if hidden_size is None else self.reference_hidden_size / hidden_size
-        return self.reference_rate * size * self.noise_factor(tokens)
-
-    def noise_factor(self, tokens: float | None) -> float:
-        """How much smaller the steps of an update of so many tokens are."""
-        return 1.0 if tokens is None else min(1.0, tokens / self.reference_tokens) ** 0.5
+        noise = 1.0 if tokens is None else min(1.0, tokens / self.reference_tokens) ** 0.5
+        return self.reference_rate * size * noise
 
 
 RECIPES = {

@@ -154,7 +154,6 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             raise OtaroError(DEEPSPEED_REFUSED)
         sizes = lengths(self.train_dataset)
         tokens = sum(sizes) / len(sizes) * update_sequences(args) if sizes else None
-        self.fitting_step = args.constants.fitting_step * args.constants.noise_factor(tokens)
         if args.learning_rate is None:
             args.learning_rate = self._learning_rate(model, tokens)
         if args.optim == OptimizerNames.ADAMW_TORCH and args.device.type == "cuda":
