@@ -16,7 +16,7 @@ from experiments import tuning
 
 RUNS = (
     *(f"{name}+averaged" for name in ("fp16", "fixed-E5M4", "fixed-E5M3")),
-    *("tiers", "tiers+fitting=0.2", "tiers+fitting_pull=0.0", "tiers+last-weights"),
+    *("tiers", "tiers+fitting=0.2+fitting_step=0.015", "tiers+fitting_pull=0.0", "tiers+last-weights"),
 )
 SMALL = {"steps": 200, "length": 128, "window": 512}
 SETTINGS: dict[str, dict[str, Any]] = {
