@@ -69,6 +69,7 @@ def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
     # Seeded for the order of the data, which is nobody else's business.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_dropout(trainer.model):
         fit_tiers(trainer, fresh=fresh)
+    trainer.graphs.forget()  # settling needs the memory
     trainer.weights.set_width(None)
     if trainer.interrupted:
         drop_tiers(trainer.model)
