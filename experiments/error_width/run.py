@@ -5,9 +5,9 @@
     python -m experiments.error_width.run --train train.npy --texts valid.npy --quick       # for a look on a CPU
 
 A rule is written as a sum: `M4+4M5` is the squared error at E5M4 plus four times that at E5M5; `M5 of 8` chooses from
-2^E times 1.25, 1.5 and 1.75 too, not from the product's five. Errors are whole numbers, as in the product, in units of
-2^(E-10), but those at E5M5 alone in units of 2^(E-11) and those with E5M8 in units of 2^(E-12). Linear layers only;
-their weights are replaced by their values. The file is written after every rule.
+2^E times 1.25, 1.5 and 1.75 too, not from the product's five, and `M5 of 6` from 2^E times 1.25 too. Errors are whole
+numbers, as in the product, in units of 2^(E-10), but those at E5M5 alone in units of 2^(E-11) and those with E5M8 in
+units of 2^(E-12). Linear layers only; their weights are replaced by their values. The file is written after every rule.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from otaro.sefp import Format
 from otaro.tune.data import text_blocks
 
 RULES = ("M5", "M4+4M5", "M4", "M5 of 8", "M4 of 8", "M4+M8", "M4+3M8")
-EIGHT = " of 8"
 WIDTHS = (Precision.E5M8, Precision.E5M5, Precision.E5M4, Precision.E5M3)
 
 
 def parse(rule: str) -> dict[Precision, int]:
     """The weight of the error at each width: `M4+4M5`."""
-    terms = [re.fullmatch(r"(\d*)M(\d)", term) for term in rule.removesuffix(EIGHT).split("+")]
+    terms = [re.fullmatch(r"(\d*)M(\d)", term) for term in rule.partition(" of ")[0].split("+")]
     if not all(terms):
         raise SystemExit(f"{rule!r} is no sum of widths such as M4+4M5")
     return {Precision.from_mantissa(int(term[2])): int(term[1] or 1) for term in terms if term}
@@ -59,7 +58,7 @@ def squared_errors(grouped: Tensor, first: Tensor, candidate: Tensor, rule: dict
 
 def scales(weight: Tensor, name: str) -> Tensor:
     """The scale of every group by a rule; the rows are whole groups."""
-    rule, above = parse(name), 3 if name.endswith(EIGHT) else 0
+    rule, above = parse(name), int(name.partition(" of ")[2] or sefp.CANDIDATES) - sefp.CANDIDATES
     grouped = sefp.in_groups(weight.float(), 64)
     first = (sefp.group_exponents(weight, 64).clamp(sefp.EXPONENT_MIN, sefp.EXPONENT_MAX) + sefp.EXPONENT_OFFSET) << 2
     negative = grouped.amax(-1) > -grouped.amin(-1)
