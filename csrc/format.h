@@ -17,7 +17,7 @@ constexpr int kScaleMin = 0x04, kScaleMax = 0x7b, kScaleSign = 0x80;
 constexpr int kNestedOffset = 272, kNestedMin = 16, kNestedMax = 511;
 constexpr int kErrorWidth = 5; // mantissa bits of the width at which the error of a group decides its scale
 constexpr int kErrorUnit = 11; // errors are counted in units of 2^(E-11)
-constexpr int kCandidates = 5; // 2^E and the next four bytes below it
+constexpr int kCandidates = 6; // the byte above that of 2^E and the next five below it
 constexpr int kMaxGroup = 256;
 constexpr int kBlock = 32; // weights handled at a time: the smallest group, 16 bytes of base, 4 bytes of each bit plane
 constexpr uint32_t kInfinityBits = 0x7f800000u;
@@ -98,6 +98,9 @@ static inline int power_scale(uint32_t largest) {
     const int scale = (static_cast<int>(largest >> 23) - 127 + kExponentOffset) * 4;
     return scale < kScaleMin ? kScaleMin : scale > kScaleMax ? kScaleMax & ~3 : scale;
 }
+
+// How many candidates there are for a scale, from the byte above `first`, that of 2^E, down.
+static inline int candidate_count(int first) { return (first & ~kScaleSign) > kScaleMin ? kCandidates : 2; }
 
 template <class T> static inline int64_t first_not_finite(const T* weight) {
     int64_t i = 0;

@@ -46,10 +46,10 @@ static inline uint8_t scale_ref(const float* group, int weights, int scheme, uin
             high = group[i] > high ? group[i] : high;
             low = group[i] < low ? group[i] : low;
         }
-        const int first = high > -low ? scale | kScaleSign : scale, candidates = scale > kScaleMin ? kCandidates : 1;
-        int least = squared_error_ref(group, weights, first, first);
-        scale = first;
-        for (int candidate = first - 1; candidate > first - candidates; --candidate) {
+        const int first = high > -low ? scale | kScaleSign : scale, candidates = candidate_count(first);
+        scale = first + 1;
+        int least = squared_error_ref(group, weights, first, scale);
+        for (int candidate = first; candidate > first + 1 - candidates; --candidate) {
             const int error = squared_error_ref(group, weights, first, candidate);
             if (error < least) {
                 least = error;

@@ -132,8 +132,8 @@ static_assert(kNestedOffset % (1 << (kWidest - kErrorWidth)) == 0, "see above");
 constexpr int kErrorLow = (kNestedMin - kNestedOffset) >> (kWidest - kErrorWidth);
 constexpr int kErrorHigh = (kNestedMax - kNestedOffset) >> (kWidest - kErrorWidth);
 
-// How far below `first`, the byte of 2^E, the scale with the least squared error lies. A weight is first brought to units of
-// 2^(E-10), which is exact but for products that underflow; the rest is the same for all groups. All numbers fit 16 bits and
+// How far below the highest candidate the scale with the least squared error lies; `first` is the byte of 2^E. A weight is
+// first brought to units of 2^(E-10), which is exact but for products that underflow; the rest is the same for all groups. All numbers fit 16 bits and
 // the sum of their squares 32. `kExtreme` is for large scales: there weights may lie outside the format's range, and a
 // weight below zero belongs to the cell below zero even if the product underflows. Not inlined: its registers would
 // burden the paths that need none of this.
@@ -141,25 +141,28 @@ template <class V, class T, bool kExtreme>
 __attribute__((noinline)) int least_error(const T* weight, int size, int weights, int first) {
     using F = typename V::F;
     using S = typename V::S;
-    constexpr int kLimit = 1 << kErrorUnit, kFirst = kExponentOffset << 2;
+    constexpr int kLimit = 1 << kErrorUnit, kFirst = kExponentOffset << 2, kHighest = kFirst + 1;
     const F unit = V::set1(inverse_step(first, kErrorUnit));
     const S low = V::set1s(kErrorLow), high = V::set1s(kErrorHigh);
     typename V::I sum[kCandidates];
     for (int c = 0; c < kCandidates; ++c) sum[c] = V::set1i(0);
     for (int i = 0; i < size; i += 2 * V::kLanes) {
-        F x[2];
+        F x[2], target[2];
         for (int h = 0; h < 2; ++h) {
-            x[h] = V::mul(V::load(weight + i + h * V::kLanes), unit);
-            if (kExtreme) x[h] = V::min(V::max(x[h], V::set1(-kLimit)), V::set1(kLimit - 1));
+            target[h] = x[h] = V::mul(V::load(weight + i + h * V::kLanes), unit);
+            if (!kExtreme) continue;
+            // As far as the outermost cells of all scales, for which the error stops halfway.
+            x[h] = V::min(V::max(x[h], V::set1(-2 * kLimit)), V::set1(2 * kLimit - 1));
+            target[h] = V::min(V::max(x[h], V::set1(-kLimit)), V::set1(kLimit - 1));
         }
-        const S twice = V::muls(V::narrow(V::floor_int(x[0]), V::floor_int(x[1])), V::set1s(2));
+        const S twice = V::muls(V::narrow(V::floor_int(target[0]), V::floor_int(target[1])), V::set1s(2));
         for (int h = 0; kExtreme && h < 2; ++h) {
             const F given = V::mul(V::load(weight + i + h * V::kLanes), V::set1(first & kScaleSign ? -1.0f : 1.0f));
             x[h] = V::select(V::less_than_zero(given), V::min(x[h], V::set1(-power_of_two(-60))), x[h]);
         }
         for (int c = 0; c < kCandidates; ++c) {
-            const F factor = V::set1(inverse_step(kFirst - c, kErrorWidth) * power_of_two(1 - kErrorUnit));
-            const int half = error_step(kFirst - c, kFirst);
+            const F factor = V::set1(inverse_step(kHighest - c, kErrorWidth) * power_of_two(1 - kErrorUnit));
+            const int half = error_step(kHighest - c, kFirst);
             const S cell = V::narrow(V::floor_int(V::mul(x[0], factor)), V::floor_int(V::mul(x[1], factor)));
             const S value = V::muls(V::mins(V::maxs(cell, low), high), V::set1s(2 * half));
             sum[c] = V::add_squares(sum[c], V::subs(V::subs(twice, V::set1s(half - 1)), value));
@@ -168,9 +171,9 @@ __attribute__((noinline)) int least_error(const T* weight, int size, int weights
     // The error with its candidate's number below it: the least of these is the first of the least, without a branch.
     constexpr int kNumber = 8;
     int64_t least = INT64_MAX;
-    for (int c = 0; c < kCandidates; ++c) {
+    for (int c = 0; c < candidate_count(first); ++c) {
         // The zeros that fill a short group do not count: the middle of their unit is 1, their value half a step.
-        const int zero = error_step(kFirst - c, kFirst) - 1;
+        const int zero = error_step(kHighest - c, kFirst) - 1;
         const int64_t error = V::sum(sum[c]) - (size - weights) * zero * zero;
         least = std::min(least, error * kNumber + c);
     }
@@ -198,11 +201,11 @@ template <class V, class T> inline Extent measure(const T* weight, int size) {
 template <class V, class T> inline int find_scale(const T* weight, int size, int weights, int scheme, Extent extent) {
     const int scale = power_scale(extent.largest), first = extent.positive ? scale | kScaleSign : scale;
     if (scheme != OTARO_NESTED || scale == 0) return scale;
-    if (scale == kScaleMin) return first;
-    // Where the least of the factors is 1 no product underflows.
+    // Where the least of the factors is 0.8 no product underflows to zero.
     constexpr int kPlain = (kExponentOffset + kErrorWidth - 1) << 2;
-    return first - (scale > kPlain ? least_error<V, T, true>(weight, size, weights, first)
-                                   : least_error<V, T, false>(weight, size, weights, first));
+    return first + 1 -
+           (scale > kPlain ? least_error<V, T, true>(weight, size, weights, first)
+                           : least_error<V, T, false>(weight, size, weights, first));
 }
 
 constexpr int kAhead = 8; // groups

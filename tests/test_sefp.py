@@ -53,7 +53,7 @@ def by_hand(row: list[float], precision: Precision, format: Format) -> list[Frac
             result.append(((code >> (8 - m)) + bias) * scale * Fraction(2) ** (1 - m))
         return result
 
-    candidates = [(Fraction(2) ** exponent, 4)]
+    candidates = [(Fraction(2) ** exponent * Fraction(q, 4), q) for q in (5, 4)]
     if exponent > -14:
         candidates += [(Fraction(2) ** (exponent - 1) * Fraction(q, 4), q) for q in (7, 6, 5, 4)]
     unit = Fraction(2) ** (exponent - 11)

@@ -22,8 +22,8 @@ three ways to choose scale and code:
 
 The scale of a ``nested`` group is chosen in two steps. Its sign is negative, and the group is negated before it is
 encoded, where that makes the largest weight negative: the code reaches 8 steps of M3 on that side, 7.5 on the other.
-Its magnitude is the first of 2^E and 2^(E-1) times 1.75, 1.5, 1.25, 1 that leaves the smallest squared error over the
-group at :data:`ERROR_WIDTH`.
+Its magnitude is the first of 2^E times 1.25, 1 and 2^(E-1) times 1.75, 1.5, 1.25, 1 that leaves the smallest squared
+error over the group at :data:`ERROR_WIDTH`.
 
 Every implementation must decide alike, always. So w / s_8 is a single product in float32, of w and the inverse of the
 mantissa in float32 times a power of two (a division is not rounded the same everywhere, and a product must not be fused
@@ -59,8 +59,8 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EXPONENT_MIN, EXPONENT_MAX, EXPONENT_OFFSET = -14, 15, 15
 SCALE_MIN, SCALE_MAX, SCALE_SIGN = 0x04, 0x7B, 0x80
 """The bytes of 2^-14 and 2^15 · 1.75, the smallest and the largest magnitude, and the bit of the sign."""
-CANDIDATES = 5
-"""A ``nested`` group's scale is 2^E or one of the next four bytes below it."""
+CANDIDATES = 6
+"""A ``nested`` group's scale is the byte above that of 2^E or one of the next five below it."""
 ERROR_WIDTH = Precision.E5M5
 """The width at which the error of a group decides its scale."""
 ERROR_UNIT = 11
@@ -161,8 +161,9 @@ def group_scales(weight: Tensor, format: Format) -> Tensor:
         negative = grouped.amax(-1) > -grouped.amin(-1)
         grouped = torch.where(negative[..., None], -grouped, grouped)
         filled = in_groups(torch.ones(weight.shape[-1], dtype=torch.bool, device=weight.device), format.group_size)
-        first, least = scale, _squared_error(grouped, filled, scale, scale)
-        for lowered in range(1, CANDIDATES):
+        first, scale = scale, scale + 1
+        least = _squared_error(grouped, filled, first, scale)
+        for lowered in range(CANDIDATES - 1):
             candidate = (first - lowered).clamp(min=SCALE_MIN)
             error = _squared_error(grouped, filled, first, candidate)
             scale = torch.where(error < least, candidate, scale)

@@ -103,12 +103,13 @@ def _find_scale(weight, own, scheme: tl.constexpr, candidates: tl.constexpr, err
     first = tl.minimum(tl.maximum(field, 1), 30) << 2
     scale = first
     if scheme == 2:
+        scale = first + 1
         negative = above > below
         weight = tl.where(negative[:, None], -weight, weight)
         target = weight * _power_of_two(25 - (first >> 2))[:, None]
         target = 2 * _floor(tl.minimum(tl.maximum(target, -2048.0), 2047.0)) + 1
-        least = _squared_error(weight, target, own, first, first, error_mantissa)
-        for lowered in tl.static_range(1, candidates):
+        least = _squared_error(weight, target, own, first, scale, error_mantissa)
+        for lowered in tl.static_range(candidates - 1):
             candidate = tl.maximum(first - lowered, 4)
             error = _squared_error(weight, target, own, first, candidate, error_mantissa)
             scale = tl.where(error < least, candidate, scale)
