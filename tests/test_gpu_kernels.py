@@ -116,15 +116,51 @@ assert all(parameter.grad is not None for parameter in model.parameters())
 """
 
 
-def interpreted(program: str) -> str:
+# Of whole groups at known addresses a thread loads and stores by vectors, and no group is divided among warps.
+COMPILED = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from otaro.ops import gpu
+from otaro.sefp import CANDIDATES, ERROR_WIDTH, GROUP_SIZES
+
+kernel = gpu._quantize_kernel
+names = kernel.arg_names
+tables = ("sources", "results", "narrow_tiers", "wide_tiers", "first_groups")
+kinds = {"scales": "*u8", "mantissa": "i32", "bias": "fp32", **dict.fromkeys(tables, "*i64")}
+kinds |= dict.fromkeys(("all_columns", "all_groups", "block_tensor", "block_start"), "*i32")
+signature = {name: kinds.get(name, "constexpr") for name in names}
+aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in kinds.items() if kind[0] == "*"}
+settings = {"scheme": 2, "sliced": False, "candidates": CANDIDATES, "error_mantissa": ERROR_WIDTH.mantissa, "flat": True}
+settings |= {"source_type": tl.float32, "result_type": tl.bfloat16}
+for size in GROUP_SIZES:
+    for narrow, wide, known in ((0, 0, False), (3, 4, False), (3, 4, True)):
+        given = {"narrow": narrow, "wide": wide, "known": known, "group_size": size, **settings}
+        given["groups_per_block"] = gpu.BLOCK_WEIGHTS // size
+        constants = {(names.index(name),): value for name, value in given.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": gpu.WARPS})
+        program = made.asm["ptx"]
+        assert "ld.global.v4" in program and "st.global.v4" in program, size
+        assert program.count("bar.sync") <= 2, size  # a barrier for each sum would be seven
+print("compiled")
+"""
+
+
+def run(program: str, **environment: str) -> str:
     """What a program prints in a process of its own: the interpreter is chosen when Triton is imported."""
     places = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(places)}
-    run = subprocess.run(
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), **environment}
+    done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False, timeout=600
     )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def interpreted(program: str) -> str:
+    return run(program, TRITON_INTERPRET="1")
 
 
 def test_every_format_in_the_interpreter() -> None:
@@ -134,3 +170,7 @@ def test_every_format_in_the_interpreter() -> None:
 def test_values_filled_in_one_launch() -> None:
     """They are those that layers make for themselves, and their gradients go to weights and tiers."""
     interpreted(FILLED)
+
+
+def test_compiled_threads_have_whole_vectors_of_one_group(tmp_path: Path) -> None:
+    assert run(COMPILED, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)).strip() == "compiled"

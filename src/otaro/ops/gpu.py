@@ -23,8 +23,9 @@ from torch import Tensor
 from otaro.precision import Precision
 from otaro.sefp import CANDIDATES, ERROR_WIDTH, SCHEMES, WEIGHT_DTYPES, Format, Tiers, nested_bias
 
-BLOCK_WEIGHTS = 512
-WARPS = 8
+BLOCK_WEIGHTS = 1024
+WARPS = 4
+"""So a thread has eight weights of one group, and no group is divided among warps."""
 MOST_TIERS = 2
 ALIGNMENT = 16
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -35,18 +36,34 @@ def _power_of_two(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
+# Adding 1.5·2^23 to a number below 2^22 rounds it to a whole one and leaves that in the lowest bits: conversions
+# between float and integer run at an eighth of the speed of an addition.
+_MAGIC = tl.constexpr(12582912.0)
+_MAGIC_BITS = tl.constexpr(1262485504)
+
+
 @triton.jit
 def _floor(x):
-    """To a whole number below 2^22. Adding 1.5·2^23 rounds to one and leaves it in the lowest bits: conversions between
-    float and integer run at an eighth of the speed of an addition."""
-    rounded = (x + 12582912.0) - 12582912.0
-    rounded = tl.where(rounded > x, rounded - 1.0, rounded)
-    return (rounded + 12582912.0).to(tl.int32, bitcast=True) - 1262485504
+    """The whole number at or below one that is smaller than 2^22, still in float."""
+    rounded = (x + _MAGIC) - _MAGIC
+    return rounded - (rounded > x).to(tl.float32)
+
+
+@triton.jit
+def _integer(magic):
+    """A whole number to which the magic one was added."""
+    return magic.to(tl.int32, bitcast=True) - _MAGIC_BITS
 
 
 @triton.jit
 def _float(integer):
-    return (integer + 1262485504).to(tl.float32, bitcast=True) - 12582912.0
+    return (integer + _MAGIC_BITS).to(tl.float32, bitcast=True) - _MAGIC
+
+
+@triton.jit
+def _away_from_zero(weight):
+    """A weight below zero lies in a cell below zero; so far from it its product cannot underflow."""
+    return tl.where(weight < 0, tl.minimum(weight, -(2.0**-60)), weight)
 
 
 @triton.jit
@@ -66,14 +83,13 @@ def _inverse_step(scale, mantissa):
 @triton.jit
 def _cell(weight, inverse, low, high):
     """The cell a weight lies in, in steps, by floor. The clamp stands between the product and the sums of the floor."""
-    scaled = weight * inverse
-    cell = _floor(tl.minimum(tl.maximum(scaled, low), high))
-    return tl.where((weight < 0) & (scaled == 0), -1, cell)
+    return _floor(tl.minimum(tl.maximum(weight * inverse, low), high))
 
 
 @triton.jit
 def _nested_code(weight, scale):
-    return _cell(weight, _inverse_step(scale, 8)[:, None], -256.0, 239.0) + 272
+    cell = _cell(_away_from_zero(weight), _inverse_step(scale, 8)[:, None], -256.0, 239.0)
+    return _integer(cell + (_MAGIC + 272.0))
 
 
 @triton.jit
@@ -83,20 +99,23 @@ def _within(code, narrower, dropped):
 
 
 @triton.jit
-def _squared_error(weight, target, own, first, scale, mantissa: tl.constexpr):
-    """Of each group with a scale, `target` being the weights in units of 2^(E-11); at widths of at least four bits a
-    value is the middle of its cell."""
+def _squared_error(weight, target, missing, first, scale, mantissa: tl.constexpr):
+    """Of each group with a scale, `target` being the weights in units of 2^(E-11), the magic number added; at widths of
+    at least four bits a value is the middle of its cell. Every number here is whole, and a float holds it exactly.
+
+    The zeros that fill a group, as many as are `missing`, do not count."""
     low: tl.constexpr = -(1 << mantissa)
     high: tl.constexpr = (1 << (mantissa + 1)) - 1 - (17 << (mantissa - 4))
     cell = _cell(weight, _inverse_step(scale, mantissa)[:, None], low * 1.0, high * 1.0)
-    size = (4 + (scale & 3)) << (9 - mantissa + (scale >> 2) - (first >> 2))
-    error = tl.where(own, target - (2 * cell + 1) * size[:, None], 0)
-    return tl.sum(error * error, axis=1)
+    half = (4 + (scale & 3)) << (9 - mantissa + (scale >> 2) - (first >> 2))
+    size = _float(half)[:, None]
+    error = _integer((target - size) - cell * (2.0 * size))
+    return tl.sum(error * error, axis=1) - missing * (half - 1) * (half - 1)
 
 
 @triton.jit
-def _find_scale(weight, own, scheme: tl.constexpr, candidates: tl.constexpr, error_mantissa: tl.constexpr):
-    """The scale of each group, 0 where all weights are zero."""
+def _find_scale(weight, missing, scheme: tl.constexpr, candidates: tl.constexpr, error_mantissa: tl.constexpr):
+    """The scale of each group, 0 where all weights are zero; `missing` weights of it are zeros that fill it up."""
     above, below = tl.max(weight, axis=1), -tl.min(weight, axis=1)
     largest = tl.maximum(above, below)
     field = (largest.to(tl.int32, bitcast=True) >> 23) - 112
@@ -107,11 +126,12 @@ def _find_scale(weight, own, scheme: tl.constexpr, candidates: tl.constexpr, err
         negative = above > below
         weight = tl.where(negative[:, None], -weight, weight)
         target = weight * _power_of_two(25 - (first >> 2))[:, None]
-        target = 2 * _floor(tl.minimum(tl.maximum(target, -2048.0), 2047.0)) + 1
-        least = _squared_error(weight, target, own, first, scale, error_mantissa)
+        target = 2.0 * _floor(tl.minimum(tl.maximum(target, -2048.0), 2047.0)) + (_MAGIC + 1.0)
+        weight = _away_from_zero(weight)
+        least = _squared_error(weight, target, missing, first, scale, error_mantissa)
         for lowered in tl.static_range(candidates - 1):
             candidate = tl.maximum(first - lowered, 4)
-            error = _squared_error(weight, target, own, first, candidate, error_mantissa)
+            error = _squared_error(weight, target, missing, first, candidate, error_mantissa)
             scale = tl.where(error < least, candidate, scale)
             least = tl.minimum(error, least)
         scale |= negative.to(tl.int32) << 7
@@ -149,10 +169,10 @@ def _places(
 
 @triton.jit
 def _pointer(table, tensor, flat: tl.constexpr, kind: tl.constexpr):
-    address = tl.load(table + tensor)
+    pointer = tl.load(table + tensor).to(tl.pointer_type(kind))
     if flat:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(kind))
+        pointer = tl.multiple_of(pointer, 16)  # said of the address alone it would be forgotten, and loads be single
+    return pointer
 
 
 @triton.jit
@@ -202,7 +222,8 @@ def _quantize_kernel(
         scale = tl.load(here, mask=there, other=0).to(tl.int32)
     else:
         weight = _loaded(sources, tensor, offset, own, flat, source_type)
-        scale = _find_scale(weight, own, scheme, candidates, error_mantissa)
+        missing = 0 if flat else tl.sum((~own).to(tl.int32), axis=1)
+        scale = _find_scale(weight, missing, scheme, candidates, error_mantissa)
         tl.store(here, scale.to(tl.uint8), mask=there)
     if scheme == 2:
         if narrow > 0:
