@@ -5,11 +5,13 @@ from __future__ import annotations
 import html.parser
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import otaro
@@ -57,6 +59,25 @@ def direct_divergence(expected: list[torch.Tensor], found: list[torch.Tensor]) -
     divergences = [sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist(), strict=True)) for p, q in pairs]
     same = [int(p.argmax() == q.argmax()) for p, q in pairs]
     return sum(divergences) / len(pairs), sum(same) / len(pairs)
+
+
+@pytest.mark.parametrize("command", ["eval", "tune"])
+def test_a_model_with_a_weight_that_is_no_number_is_refused(
+    run: Any, tiny_llama: Path, text_file: Path, tmp_path: Path, command: str
+) -> None:
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(tiny_llama, spoilt)
+    weights = load_file(spoilt / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 7] = torch.nan
+    save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
+    short = ("--window", WINDOW) if command == "eval" else ("--sequence-length", WINDOW, "--steps", 1)
+    data = ("--text", text_file) if command == "eval" else (tmp_path / "tuned", "--data", text_file)
+    code, _, remarks = run(command, spoilt, *data, *short)
+    assert code == 2
+    assert remarks[-1].endswith(
+        "tensor model.layers.1.mlp.down_proj.weight holds nan at [3, 7]: weights must be finite"
+    )
+    assert not (tmp_path / "tuned").exists()
 
 
 def test_a_plain_model_is_measured_in_full_precision_and_as_it_would_be_packed(

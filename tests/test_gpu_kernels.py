@@ -132,8 +132,8 @@ kinds = {"scales": "*u8", "mantissa": "i32", "bias": "fp32", **dict.fromkeys(tab
 kinds |= dict.fromkeys(("all_columns", "all_groups", "block_tensor", "block_start"), "*i32")
 signature = {name: kinds.get(name, "constexpr") for name in names}
 aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in kinds.items() if kind[0] == "*"}
-settings = {"scheme": 2, "sliced": False, "candidates": CANDIDATES, "error_mantissa": ERROR_WIDTH.mantissa, "flat": True}
-settings |= {"source_type": tl.float32, "result_type": tl.bfloat16}
+settings = {"scheme": 2, "sliced": False, "candidates": CANDIDATES, "error_mantissa": ERROR_WIDTH.mantissa}
+settings |= {"flat": True, "source_type": tl.float32, "result_type": tl.bfloat16}
 for size in GROUP_SIZES:
     for narrow, wide, known in ((0, 0, False), (3, 4, False), (3, 4, True)):
         given = {"narrow": narrow, "wide": wide, "known": known, "group_size": size, **settings}

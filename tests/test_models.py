@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import otaro
 from otaro import convert
 from otaro.errors import OtaroError, PrecisionError
 from otaro.hf import OtaroConfig
+from otaro.model_config import context_length
 from otaro.nn import FakeSefpLinear
 from otaro.precision import Precision
 from otaro.sefp import Format
@@ -277,6 +279,69 @@ def test_a_simulated_layer_made_by_hand() -> None:
     layer.precision = Precision.E5M3
     expected = torch.nn.functional.linear(x, otaro.quantize(layer.weight, "E5M3"), layer.bias)
     assert torch.equal(layer(x), expected)
+
+
+def test_a_model_whose_every_parameter_is_packed_runs(tmp_path: Path) -> None:
+    """Its norms have no weights, and transformers asks the first parameter for type and device."""
+    torch.manual_seed(0)
+    transformers.OlmoForCausalLM(transformers.OlmoConfig(**SMALL)).save_pretrained(tmp_path / "plain")
+    otaro.pack(tmp_path / "plain", tmp_path / "packed")
+    model = otaro.load(tmp_path / "packed", "E5M4", dtype=torch.bfloat16)
+    assert not list(model.parameters())
+    assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")
+    assert model.generate(some_ids(), max_new_tokens=2, do_sample=False).shape == (2, 13)
+
+
+def test_embeddings_that_a_model_scales_in_place() -> None:
+    sizes = {"n_embd": 64, "dff": 80, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
+    model = transformers.CTRLLMHeadModel(transformers.CTRLConfig(**sizes))
+    convert.simulate(model, Format())
+    convert.set_precision(model, Precision.E5M4)
+    model(some_ids(), labels=some_ids()).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Shared(torch.nn.Module):
+    """Weights that are shared by layers, none of them a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_tied_weights_keys = {"second.weight": "first.weight", "last.weight": "middle.weight"}
+        self.first, self.second = torch.nn.Embedding(7, 64), torch.nn.Embedding(7, 64)
+        self.middle, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.second.weight, self.last.weight = self.first.weight, self.middle.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(ids) + self.second(ids)))
+
+
+@torch.no_grad()
+def test_tied_weights_that_are_no_head() -> None:
+    torch.manual_seed(0)
+    simulated, ids = Shared(), torch.arange(7)
+    packed = copy.deepcopy(simulated)
+    convert.simulate(simulated, Format())
+    convert.pack(packed, Format())
+    for precision in Precision:
+        for model in (simulated, packed):
+            convert.set_precision(model, precision)
+        widths = [max(precision, Precision.E5M4)] * 2 + [precision] * 2
+        assert [layer.width for layer in convert.sefp_layers(packed).values()] == widths
+        torch.testing.assert_close(simulated(ids), packed(ids))
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (transformers.LlamaConfig(max_position_embeddings=96), 96),
+        (transformers.MptConfig(max_seq_len=256), 256),
+        (transformers.GPT2Config(n_positions=64), 64),
+        (transformers.XLNetConfig(), 2048),
+        (transformers.MambaConfig(), 2048),
+    ],
+)
+def test_how_long_a_context_may_be(config: Any, expected: int) -> None:
+    assert context_length(SimpleNamespace(config=config)) == expected
 
 
 @torch.no_grad()

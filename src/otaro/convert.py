@@ -81,6 +81,13 @@ def find_targets(model: nn.Module, embedding_floor: Precision = EMBEDDING_FLOOR)
     return targets
 
 
+def _tied_target(model: nn.Module, parameter: str, shape: tuple[int, ...], floor: Precision) -> Target:
+    """A weight that is another one's: most often the head's, which is that of the embedding."""
+    path = parameter.removesuffix(".weight")
+    is_embedding = isinstance(model.get_submodule(path), nn.Embedding)
+    return Target(path, parameter, "embedding" if is_embedding else "linear", shape, floor)
+
+
 def _is_plain(module: nn.Embedding) -> bool:
     """A look-up, or a look-up times a constant."""
     return type(module).forward in (nn.Embedding.forward, FakeSefpEmbedding.forward) or _scale(module) is not None
@@ -149,7 +156,7 @@ def tie(model: nn.Module, targets: Mapping[str, Target]) -> None:
     for name, source_name in list(tied.items()):
         if source_name in targets:
             source = cast(SefpWeight, model.get_submodule(targets[source_name].name))
-            target = Target(name.removesuffix(".weight"), name, "linear", source.shape, source.floor)
+            target = _tied_target(model, name, source.shape, source.floor)
             layer = packed_layer(model, target, source.format, source.stored, tied_to=source)
             replace(model, target, layer)
             del tied[name]
@@ -166,15 +173,14 @@ def simulate(
     `scales` are those of weights by their names, where they are settled.
     """
     experts: dict[str, dict[str, bool]] = {}
-    targets = list(find_targets(model, embedding_floor).values())
+    found = find_targets(model, embedding_floor)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    packed = {target.parameter for target in targets}
-    targets += [
-        Target(name.removesuffix(".weight"), name, "linear", (), embedding_floor)
+    same = [
+        _tied_target(model, name, found[source].shape, found[source].floor)
         for name, source in tied.items()
-        if source in packed
+        if source in found
     ]
-    for target in targets:
+    for target in (*found.values(), *same):
         module = model.get_submodule(target.module)
         if target.kind == "experts":
             experts.setdefault(target.module, {})[target.parameter.rpartition(".")[2]] = target.transposed
@@ -193,8 +199,8 @@ def simulate(
         _configure(module, format, NARROWEST)
 
     for name, scale in (scales or {}).items():
-        for same in [name, *(other for other, source in tied.items() if source == name)]:
-            path, _, parameter = same.rpartition(".")
+        for shared in [name, *(other for other, source in tied.items() if source == name)]:
+            path, _, parameter = shared.rpartition(".")
             layer = model.get_submodule(path)
             layer.__dict__["settled"] = True
             layer.__dict__["scales"] = {**layer.scales, parameter: scale}  # type: ignore[dict-item]

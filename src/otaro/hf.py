@@ -172,6 +172,19 @@ class SefpModel:
     """Mixed into the class of a packed model."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type of its weights' values; there may be no parameter left that transformers could ask."""
+        return self._any_layer.values_like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._any_layer.values_like.device
+
+    @property
+    def _any_layer(self) -> SefpWeight:
+        return cast(SefpWeight, next(iter(convert.sefp_layers(cast(Any, self)).values())))
+
+    @property
     def precision(self) -> Precision:
         """The width the model was last set to; layers with an override or a floor may be at another."""
         return self.__dict__["_sefp_precision"]

@@ -79,8 +79,10 @@ def check_counts(content: Any, place: str) -> None:
 
 
 def context_length(model: Any) -> int:
-    """The most tokens the model was made to read at once."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", UNSTATED_CONTEXT))
+    """The most tokens the model was made to read at once, under either name; -1 says that there is no limit."""
+    config = model.config.get_text_config()
+    stated = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((int(length) for length in stated if length is not None and length > 0), UNSTATED_CONTEXT)
 
 
 def check_tokens(model: Any, highest: int) -> None:

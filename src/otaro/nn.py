@@ -304,7 +304,8 @@ class FakeSefpEmbedding(FakeSefp, nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         # Rows are quantised one by one, so those that are looked up are enough.
         values = self.simulate(self.weight, pick=lambda table: functional.embedding(ids, table, self.padding_idx))
-        return values if self.scale is None else values * torch.tensor(self.scale, dtype=values.dtype)
+        # Not a view of what the gradient goes through: some models scale embeddings in place.
+        return values.clone() if self.scale is None else values * torch.tensor(self.scale, dtype=values.dtype)
 
 
 class FakeSefpExperts(FakeSefp):

@@ -61,7 +61,7 @@ def check_window(model: Any, window: int) -> None:
 
 def exponential(cross_entropy: float) -> float:
     """Perplexity; exp overflows a float just above 709 nats, where no finite figure is worth printing."""
-    return math.exp(cross_entropy) if cross_entropy < 700 else math.inf
+    return math.inf if cross_entropy >= 700 else math.exp(cross_entropy)
 
 
 def text_tokens(tokenizer: Any, text: str, window: int, name: str = "the text") -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from otaro import sefp
 from otaro.progress import Progress
 from otaro.quiet import quiet
 from otaro.sources.base import Source, TensorSpec
@@ -34,9 +35,12 @@ def load_model(
             copy.deepcopy(source.model.config), dtype=dtype, trust_remote_code=False
         )
     state = model.state_dict()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     with torch.no_grad():
         for number, spec in enumerate(source.tensors, 1):
             weight = source.read(spec)
+            if weight.is_floating_point() and spec.name in parameters and not bool(torch.isfinite(weight).all()):
+                sefp.check_weight(weight, f"tensor {spec.name}")  # says where
             see(spec, weight)
             state[spec.name].copy_(weight)
             if progress is not None:
