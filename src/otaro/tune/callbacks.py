@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,7 @@ from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.progress import Progress
 from otaro.tune.config import RESUMED
-from otaro.tune.resume import how_to_go_on
-from otaro.tune.writing import writing
+from otaro.tune.resume import writing
 
 if TYPE_CHECKING:
     from otaro.tune.trainer import OtaroTrainer
@@ -206,7 +204,7 @@ def cut_log(path: Path, step: int) -> None:
 
 
 def append_to_log(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    with writing(path, partial(how_to_go_on, path.parent)), path.open("a", encoding="utf-8") as log:
+    with writing(path, path.parent), path.open("a", encoding="utf-8") as log:
         log.writelines(json.dumps(line) + "\n" for line in lines)
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -292,10 +291,9 @@ def run(
     from otaro.tune.callbacks import LOG_NAME, read_log
     from otaro.tune.data import load_blocks, make_collator, text_blocks
     from otaro.tune.model import add_adapters, has_adapters, merge_adapters, save_model
-    from otaro.tune.resume import how_to_go_on, last_complete
+    from otaro.tune.resume import last_complete, writing
     from otaro.tune.tiers import without_tiers
     from otaro.tune.trainer import OtaroTrainer
-    from otaro.tune.writing import writing
 
     work = Path(args.output_dir)
     checkpoint = last_complete(work)
@@ -373,7 +371,7 @@ def run(
                 "perplexity_after": report.finite(after),
                 "batches": {str(width): count for width, count in trainer.selector.counts.items()},
             }
-            with writing(out, partial(how_to_go_on, work)):
+            with writing(out, work):
                 write_json(figures, work / REPORT_NAME)
                 extras = [work / LOG_NAME, work / REPORT_NAME]
                 if report.write_plot(log, before, after, work / PLOT_NAME):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,14 +24,13 @@ from otaro.errors import OtaroError
 from otaro.partial import write_atomically
 from otaro.precision import Precision
 from otaro.refresh import Refresher
-from otaro.tune import resume
 from otaro.tune.callbacks import LOG_NAME, append_to_log, cut_log
 from otaro.tune.fitting import fit
 from otaro.tune.graphs import Graphs
 from otaro.tune.model import has_adapters, merge_adapters
-from otaro.tune.tiers import add_tiers, drop_tiers, hold_scales, let_scales_go, settle_model, start_tiers, tiers_of
+from otaro.tune.resume import writing
+from otaro.tune.tiers import add_tiers, drop_tiers, hold_scales, settle_model, start_tiers, tiers_of
 from otaro.tune.update import Batch
-from otaro.tune.writing import writing
 
 if TYPE_CHECKING:
     from otaro.tune.trainer import OtaroTrainer
@@ -73,7 +71,6 @@ def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
     trainer.weights.set_width(None)
     if trainer.interrupted:
         drop_tiers(trainer.model)
-        let_scales_go(trainer.model)
         return
     trainer.unsettled = settle_model(trainer.model)
     if trainer.is_fsdp_enabled:
@@ -187,7 +184,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 def write_tiers(path: Path, model: nn.Module, done: int) -> None:
     tiers = {name: tier.detach().cpu().contiguous() for name, tier in tiers_of(model).items()}
-    with writing(path, partial(resume.how_to_go_on, path.parent)):
+    with writing(path, path.parent):
         write_atomically(path, lambda part: save_file(tiers, part, {DONE: str(done)}))
 
 

@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from otaro import ops, sefp
-from otaro.nn import FakeSefp
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.tune.data import IGNORED
 from otaro.tune.distillation import Kernel, divergence, loss_and_gradient
 from otaro.tune.graphs import Graphs
-from otaro.tune.tiers import average_gradients, local_rows, tiers_of
+from otaro.tune.tiers import average_gradients, local_rows, simulated, tiers_of
 from otaro.tune.update import Batch, Processes, without_packing
 
 TOGETHER = 1 << 24
@@ -130,9 +129,7 @@ def move(model: nn.Module, widths: Sequence[Precision], step: Tensor | float, pu
 @torch.no_grad()
 def _parts(model: nn.Module, widths: Sequence[Precision]) -> Iterator[_Part]:
     seen: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, FakeSefp):
-            continue
+    for module in simulated(model):
         for name, tiers in module.tiers.items():
             weight: Any = module._parameters[name]
             turned = module.transposed[name]

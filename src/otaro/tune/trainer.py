@@ -53,7 +53,6 @@ from otaro.tune.held_out import PASSES, WORSE, Watch, hold_back, mean_loss
 from otaro.tune.model import has_adapters, save_settled
 from otaro.tune.tiers import add_tiers, check_tiers, leave_out_tiers, reshard
 from otaro.tune.update import Batch, Processes, compute_gradients
-from otaro.tune.writing import writing
 
 ITEMS = "num_items_in_batch"
 CONFIGS = Path(__file__).parent / "accelerate"
@@ -370,8 +369,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             raise OtaroError("this trainer's run is done, and its tiers are settled: make a new one for another run")
         checkpoint, start = self._checkpoint(resume_from_checkpoint), 0
         if checkpoint is not None:
-            start = resume.step_of(checkpoint)
-            resume.check_settings(checkpoint, settings(self))
+            start = resume.check_settings(checkpoint, settings(self))
             self.accelerator.wait_for_everyone()
             if self.is_world_process_zero():
                 resume.drop_later(Path(self.args.output_dir), checkpoint)
@@ -473,7 +471,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         self.ended = self.control.should_training_stop and not self.interrupted
         try:
-            with quiet(), writing(folder, partial(resume.how_to_go_on, folder.parent)):
+            with quiet(), resume.writing(folder, folder.parent):
                 super()._save_checkpoint(*args, **options)
         except BaseException:
             if self.is_world_process_zero() and resume.read_state(folder) is None:
