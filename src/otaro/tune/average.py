@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,13 +73,12 @@ def reserve(optimizer: Optimizer, entries: Sequence[str] = (AVERAGE,)) -> None:
 
 def limit_decay(scheduler: Any, warm_up: int, final: float) -> None:
     """Let the learning rate fall no further than to `final` of the highest, once the warm-up is over."""
+
+    def limited(factor: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda update: factor(update) if update < warm_up else final + (1 - final) * factor(update)
+
     if isinstance(scheduler, LambdaLR):
-        scheduler.lr_lambdas = [partial(_limited, factor, warm_up, final) for factor in scheduler.lr_lambdas]
-
-
-def _limited(factor: Callable[[int], float], warm_up: int, final: float, update: int) -> float:
-    scheduled = factor(update)
-    return scheduled if update < warm_up else final + (1 - final) * scheduled
+        scheduler.lr_lambdas = [limited(factor) for factor in scheduler.lr_lambdas]
 
 
 def _both(optimizer: Optimizer, entry: str = AVERAGE) -> Iterator[tuple[Tensor, Tensor]]:

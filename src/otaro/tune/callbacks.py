@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from otaro.errors import OtaroError
 from otaro.precision import Precision
 from otaro.progress import Progress
 from otaro.tune.config import RESUMED
+from otaro.tune.held_out import Watch
 from otaro.tune.resume import writing
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         trainer = self.trainer
         attributes = {
             "selector": trainer.selector.state_dict(),
-            "held_out": trainer.watch.state_dict(),
+            "held_out": asdict(trainer.watch),
             "ended": trainer.ended,
             "settings": settings(trainer),
         }
@@ -67,7 +69,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._unread, self._lines, self._stop = [], [], False
         saved = state.stateful_callbacks[type(self).__name__]["attributes"]
         self.trainer.selector.load_state_dict(saved["selector"])
-        self.trainer.watch.load_state_dict(saved["held_out"])
+        self.trainer.watch = Watch(**saved["held_out"])
         self.trainer.ended = saved["ended"]
         if state.is_world_process_zero and not self.trainer.tuned:
             cut_log(Path(args.output_dir) / LOG_NAME, state.global_step)

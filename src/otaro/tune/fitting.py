@@ -29,11 +29,10 @@ from torch.distributed.fsdp import FSDPModule
 from otaro import ops, sefp
 from otaro.precision import Precision
 from otaro.refresh import Refresher
-from otaro.tune.data import IGNORED
 from otaro.tune.distillation import Kernel, divergence, loss_and_gradient
 from otaro.tune.graphs import Graphs
 from otaro.tune.tiers import average_gradients, local_rows, simulated, tiers_of
-from otaro.tune.update import Batch, Processes, without_packing
+from otaro.tune.update import Batch, Processes, predictions, without_packing
 
 TOGETHER = 1 << 24
 """Weights that are moved in the same launches; a few copies of them in float32 are made."""
@@ -59,9 +58,8 @@ def fit(
     The model's gradients are those of nobody else, and gone afterwards. With `graphs`, passes may be captured.
     """
     graphs = Graphs(model, enabled=False) if graphs is None else graphs
-    tokens = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
-    count = processes.total(tokens).clamp(min=1)
-    losses = {width: torch.zeros((), device=tokens.device) for width in widths}
+    count = processes.total(predictions(batches)).clamp(min=1)
+    losses = {width: torch.zeros((), device=count.device) for width in widths}
 
     def predict(batch: Batch) -> Tensor:
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "count")}

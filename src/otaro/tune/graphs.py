@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,15 +33,20 @@ Function = Callable[[dict[str, Tensor]], Tensor]
 
 
 @contextmanager
-def without_masks() -> Iterator[None]:
-    """transformers 5.17 makes masks that are not needed where a graph is captured, lest something else comes later:
-    attention with one is another, slower computation, for which layers would be compiled anew."""
-    traced = masking_utils.is_tracing
-    masking_utils.is_tracing = lambda tensor=None: False
+def masking(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Another function in the place of one of those that transformers makes masks with."""
+    before = getattr(masking_utils, name)
+    setattr(masking_utils, name, function)
     try:
         yield
     finally:
-        masking_utils.is_tracing = traced
+        setattr(masking_utils, name, before)
+
+
+def without_masks() -> AbstractContextManager[None]:
+    """transformers 5.17 makes masks that are not needed where a graph is captured, lest something else comes later:
+    attention with one is another, slower computation, for which layers would be compiled anew."""
+    return masking("is_tracing", lambda tensor=None: False)
 
 
 class Captured:
@@ -64,6 +69,10 @@ class Graphs:
     def __init__(self, model: nn.Module, *, enabled: bool) -> None:
         self.enabled = enabled
         self._model = model
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the memory of all graphs back."""
         self._captured: dict[object, Captured] = {}
         self._used: dict[object, list[nn.Parameter]] = {}
         self._seen: Counter[object] = Counter()
@@ -125,11 +134,3 @@ class Graphs:
             parameter.grad = buffer
         if fresh:
             torch._foreach_zero_(fresh)
-
-    def forget(self) -> None:
-        """Give the memory of all graphs back."""
-        self._captured.clear()
-        self._used.clear()
-        self._seen.clear()
-        self._gradients.clear()
-        self._pool = None

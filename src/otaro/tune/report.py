@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from otaro.console import ResultTable
 from otaro.evaluate.perplexity import perplexity
+from otaro.evaluate.report import perplexity_text
 from otaro.precision import Precision
 from otaro.progress import Progress
 from otaro.tune.callbacks import losses_by_width, width_name
@@ -76,15 +77,10 @@ def table(before: Perplexities, after: Perplexities, log: Sequence[dict[str, Any
         names.append("full")
     for name in names:
         losses = [loss for _, loss in taken.get(name, ())]
-        figures = [_figure(values.get(name)) for values in (before, after)] if measured else []
+        known = [values.get(name) for values in (before, after)] if measured else []
+        figures = ["" if value is None else perplexity_text(value) for value in known]
         result.add_row(name, *figures, str(len(losses)), f"{losses[-1]:.3f}" if losses else "")
     return result
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3f}" if value < 1e5 else f"{value:.3g}"
 
 
 def finite(values: Perplexities) -> dict[str, float | None]:

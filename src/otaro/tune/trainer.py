@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -46,7 +46,7 @@ from otaro.tune.callbacks import ProgressLine, UpdateCallback, model_signature, 
 from otaro.tune.compilation import Compilation, can_compile
 from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.data import learn_prompts, lengths, make_collator
-from otaro.tune.delay import Apply, DelayedOptimizer
+from otaro.tune.delay import DelayedOptimizer
 from otaro.tune.finishing import finish
 from otaro.tune.graphs import Graphs, pays
 from otaro.tune.held_out import PASSES, WORSE, Watch, hold_back, mean_loss
@@ -219,10 +219,10 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             leave_out_tiers(optimizer, self.model if model is None else model)
         if self.args.method == "otaro":
             if created:
-                apply = cast(Apply, self.args.delay_apply)
                 # In float16 unscaled gradients are too small to be held in it.
                 dtype = torch.bfloat16 if self.args.bf16 else None
-                optimizer = DelayedOptimizer(optimizer, self.args.ultra_low_widths, self.args.delay, apply, dtype)
+                args = self.args
+                optimizer = DelayedOptimizer(optimizer, args.ultra_low_widths, args.delay, args.delay_apply, dtype)
                 self.optimizer = optimizer
             elif self.delayed is None:
                 raise OtaroError("the method otaro wraps the optimizer itself: set `optim`, do not pass `optimizers`")
@@ -296,7 +296,6 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         accelerator = self.accelerator
         return Processes(
             accelerator.num_processes,
-            accelerator.process_index,
             partial(accelerator.reduce, reduction="sum"),
             accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
         )
