@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from otaro.tune.tiers import local
 
 AVERAGE = "average"
 """The entry of a parameter's state."""
@@ -87,11 +88,7 @@ def _both(optimizer: Optimizer, entry: str = AVERAGE) -> Iterator[tuple[Tensor, 
         for parameter in group["params"]:
             average = optimizer.state.get(parameter, {}).get(entry)
             if average is not None:
-                weight = parameter.detach()
-                yield (
-                    average.to_local() if isinstance(average, DTensor) else average,
-                    weight.to_local() if isinstance(weight, DTensor) else weight,
-                )
+                yield local(average), local(parameter.detach())
 
 
 @torch.no_grad()

@@ -20,10 +20,6 @@ from otaro.tune.selector import WidthSelector, make_selector
 
 MOST_TIERS = 2
 """What the GPU kernel knows."""
-DEEPSPEED_REFUSED = (
-    "DeepSpeed is not supported: its engine owns the optimizer, which must hold gradients back; "
-    "use the accelerate configs for DDP or FSDP2 instead"
-)
 
 
 @dataclass
@@ -73,7 +69,10 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
-            raise OtaroError(DEEPSPEED_REFUSED)
+            raise OtaroError(
+                "DeepSpeed is not supported: its engine owns the optimizer, which must hold gradients back; "
+                "use the accelerate configs for DDP or FSDP2 instead"
+            )
         if self.delay < 1:
             raise OtaroError(f"a delay of {self.delay} batches holds nothing: choose 1 or more")
         if self.delay_apply not in APPLY:

@@ -6,7 +6,6 @@ from its last checkpoint and a file of them beside it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -21,10 +20,11 @@ from tqdm.auto import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from otaro.errors import OtaroError
+from otaro.evaluate.results import Width
 from otaro.partial import write_atomically
 from otaro.precision import Precision
 from otaro.refresh import Refresher
-from otaro.tune.callbacks import LOG_NAME, append_to_log, cut_log
+from otaro.tune.callbacks import LOG_NAME, append_to_log, cut_log, losses_text, read_losses
 from otaro.tune.fitting import fit
 from otaro.tune.graphs import Graphs
 from otaro.tune.model import has_adapters, merge_adapters
@@ -119,9 +119,9 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
         asked = trainer.asked_to_stop and args.world_size == 1
         saves = keeps and every > 0 and number % every == 0
         if asked or saves or number == updates or len(unread) >= trainer.update_callback.read_every:
-            read_losses(trainer, unread, log if first else None)
+            log_losses(trainer, unread, log if first else None)
             unread = {}
-        losses = " ".join(f"M{width.mantissa} {loss:.3f}" for width, loss in trainer.selector.losses.items())
+        losses = losses_text(trainer.selector.losses)
         trainer.report(f"fitting, step {number}{losses and ', loss '}{losses}", number, updates)
         bar.update()
         if first and keeps and (saves or trainer.interrupted):
@@ -130,24 +130,24 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
             return
 
 
-def read_losses(trainer: OtaroTrainer, unread: dict[int, dict[Precision, Tensor]], log: Path | None) -> None:
+def log_losses(trainer: OtaroTrainer, unread: dict[int, dict[Precision, Tensor]], log: Path | None) -> None:
     """Wait for the losses of updates, by their numbers, and write them down."""
-    values = iter(trainer.mean_over_processes([loss for losses in unread.values() for loss in losses.values()]))
-    lines = []
-    for number, losses in unread.items():
-        known = {width: next(values) for width in losses}
-        for width, loss in known.items():
-            if not math.isfinite(loss):
-                tuned = "" if trainer.args.fit_only else "the tuned weights are in the last checkpoint; "
-                raise OtaroError(
-                    f"the loss became {loss} at {width} while tiers were fitted: {tuned}in float16 values may have "
-                    "become too large for it, bf16 has room for them"
-                )
-            trainer.selector.count(width)
-            trainer.selector.record(width, loss)
-        lines.append({"step": trainer.state.global_step + number, "tiers": {str(k): loss for k, loss in known.items()}})
+    tuned = "" if trainer.args.fit_only else "the tuned weights are in the last checkpoint; "
+
+    def failure(what: str, _: int, width: Width) -> OtaroError:
+        return OtaroError(
+            f"{what} at {width} while tiers were fitted: {tuned}in float16 values may have become too large for it, "
+            "bf16 has room for them"
+        )
+
+    waiting = [(number, width, loss) for number, losses in unread.items() for width, loss in losses.items()]
+    read = iter(read_losses(trainer, waiting, failure))
+    for _, width, _ in waiting:
+        trainer.selector.count(width)
     if log is not None:
-        append_to_log(log, lines)
+        step = trainer.state.global_step
+        known = {number: {str(width): next(read) for width in losses} for number, losses in unread.items()}
+        append_to_log(log, [{"step": step + number, "tiers": losses} for number, losses in known.items()])
 
 
 def every_batch(trainer: OtaroTrainer) -> Iterator[list[Batch]]:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from otaro.console import ResultTable
 from otaro.evaluate.perplexity import perplexity
 from otaro.evaluate.report import perplexity_text
+from otaro.evaluate.results import Width, width_name
 from otaro.precision import Precision
 from otaro.progress import Progress
-from otaro.tune.callbacks import losses_by_width, width_name
+from otaro.tune.callbacks import losses_by_width
 from otaro.tune.trainer import OtaroTrainer
 
 Perplexities = dict[str, float]
@@ -27,7 +28,7 @@ MARKED = 50
 def measure(
     trainer: OtaroTrainer,
     tokens: Tensor,
-    widths: Sequence[Precision | None],
+    widths: Sequence[Width],
     window: int,
     progress: Progress | None = None,
     batch_size: int = 1,

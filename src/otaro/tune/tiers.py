@@ -160,22 +160,23 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_rows(weight: Tensor, turned: bool) -> Tensor:
     """What this process holds of a weight, its groups along the last dimension."""
-    local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
-    return local.transpose(-1, -2) if turned else local
+    return local(weight).transpose(-1, -2) if turned else local(weight)
 
 
-def all_rows(local: Tensor, weight: Tensor) -> Tensor:
+def all_rows(own: Tensor, weight: Tensor) -> Tensor:
     """What all processes together have for the rows of a weight, each for those that it holds."""
     if not isinstance(weight, DTensor):
-        return local
-    shape = torch.Size((weight.shape[0], *local.shape[1:]))
-    stride = local.contiguous().stride()
-    whole = DTensor.from_local(
-        local.contiguous(), weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
-    )
-    return whole.full_tensor()
+        return own
+    own = own.contiguous()
+    shape, place = torch.Size((weight.shape[0], *own.shape[1:])), (weight.device_mesh, weight.placements)
+    return DTensor.from_local(own, *place, run_check=False, shape=shape, stride=own.stride()).full_tensor()
 
 
 def without_tiers(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,14 +22,12 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.training_args import OptimizerNames
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -42,9 +40,9 @@ from otaro.progress import Progress
 from otaro.quiet import quiet
 from otaro.refresh import Refresher
 from otaro.tune import average, resume
-from otaro.tune.callbacks import ProgressLine, UpdateCallback, model_signature, settings
+from otaro.tune.callbacks import UpdateCallback, model_signature, settings
 from otaro.tune.compilation import Compilation, can_compile
-from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
+from otaro.tune.config import TuneArguments
 from otaro.tune.data import learn_prompts, lengths, make_collator
 from otaro.tune.delay import DelayedOptimizer
 from otaro.tune.finishing import finish
@@ -149,8 +147,6 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 options["train_dataset"], args.held_back, args.constants.held_back_most
             )
         super().__init__(model=model, args=args, **options)
-        if self.is_deepspeed_enabled:
-            raise OtaroError(DEEPSPEED_REFUSED)
         sizes = lengths(self.train_dataset)
         tokens = sum(sizes) / len(sizes) * update_sequences(args) if sizes else None
         if args.learning_rate is None:
@@ -186,7 +182,6 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if progress is not None:
             self.remove_callback(PrinterCallback)
             self.remove_callback(ProgressCallback)
-            self.add_callback(ProgressLine(self, self.update_callback, progress))
 
     def _learning_rate(self, model: nn.Module, tokens: float | None) -> float:
         config = getattr(model, "config", None)
@@ -458,11 +453,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         """Other callbacks' counters, such as early stopping's patience; the selector's is read when training begins."""
         for callback in self.callback_handler.callbacks:
             saved = self.state.stateful_callbacks.get(type(callback).__name__)
-            if (
-                isinstance(callback, ExportableState)
-                and callback is not self.update_callback
-                and isinstance(saved, dict)
-            ):
+            if isinstance(saved, dict) and callback is not self.update_callback:
                 for name, value in saved["attributes"].items():
                     setattr(callback, name, value)
 
@@ -482,16 +473,14 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         model: Any = self.model
-        if isinstance(model, PreTrainedModel):
+        state = model.state_dict() if state_dict is None else state_dict
+        if isinstance(model, PreTrainedModel) or has_adapters(model):
             # By default fused experts are saved as the original files have them, one by one; in a checkpoint the
             # Trainer would not find them again and go on with the weights it happens to hold.
             original = resume.CHECKPOINT.fullmatch(folder.name) is None
             model.save_pretrained(folder, state_dict=state_dict, save_original_format=original)
-            save_settled(model, folder, state_dict or model.state_dict())
-        elif has_adapters(model):
-            model.save_pretrained(folder, state_dict=state_dict)
+            save_settled(model, folder, state)
         else:
-            state = model.state_dict() if state_dict is None else state_dict
             save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
@@ -513,14 +502,13 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if threading.current_thread() is not threading.main_thread():
             yield  # signals are the main thread's
             return
-        before = signal.getsignal(signal.SIGINT)
 
-        def stop(number: int, frame: FrameType | None) -> None:
+        def stop(*_: object) -> None:
             if self.asked_to_stop:
                 raise KeyboardInterrupt
             self.asked_to_stop = True
 
-        signal.signal(signal.SIGINT, stop)
+        before = signal.signal(signal.SIGINT, stop)
         try:
             yield
         finally:
