@@ -489,7 +489,7 @@ def test_a_trainer_tunes_once(tmp_path: Path) -> None:
 
 def test_too_many_tiers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OtaroError, match="at most 2"):
-        arguments(tmp_path, method="tiers", tiers="E5M5,E5M4,E5M3")
+        arguments(tmp_path, method="tiers", ultra_low="E5M5,E5M4,E5M3")
 
 
 def test_weights_that_stay_as_they_are_are_refused(tmp_path: Path) -> None:

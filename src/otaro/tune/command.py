@@ -19,6 +19,7 @@ import typer
 
 from otaro.console import decode_text, note, progress_bar, results
 from otaro.errors import OtaroError
+from otaro.partial import refuse_existing
 from otaro.precision import Precision
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 EXIT_STOPPED = 130
 EXAMPLE = "Example: otaro tune smollm2 smollm2-tuned --data book.txt --steps 200 --eval-text chapter.txt"
 REPORT_NAME, PLOT_NAME, BEFORE_NAME = "tune.json", "tune.png", "before.json"
-MEASURED_WINDOWS = 64
-DEFAULT_STEPS_BETWEEN_CHECKPOINTS = 100
 
 
 def tune(
@@ -48,10 +47,11 @@ def tune(
         "default"
     ),
     method: Annotated[
-        str | None,
-        typer.Option(help="otaro, bps, uniform, tiers, fixed:E5M8 … fixed:E5M3, or fp16; the recipe's if left out."),
+        str | None, typer.Option(help="otaro, bps, uniform, tiers, fixed:E5M8 … fixed:E5M3, or fp16.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Updates to make; overrides --epochs.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Updates, in place of --epochs; with tiers a third as many fit them then.")
+    ] = None,
     epochs: Annotated[float, typer.Option(min=0.001, help="Times to go through the data.")] = 1.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per process that are computed at once.")] = 8,
     gradient_accumulation: Annotated[int, typer.Option(min=1, help="Batches that make one update.")] = 1,
@@ -62,28 +62,21 @@ def tune(
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Left out: the recipe's, for the size of the model and of an update.")
     ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="adamw_torch, sgd or another of transformers' names; the recipe's if left out.")
-    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw_torch, sgd or another of transformers' names.")] = None,
     widths: Annotated[
         str | None, typer.Option(help="The widths to tune for: 'all', or names with commas between.")
     ] = None,
-    scheme: Annotated[
-        str | None, typer.Option(help="How weights are rounded, as in otaro pack; the recipe's if left out.")
-    ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(help="Weights that share a scale, as in otaro pack; the recipe's if left out.")
-    ] = None,
+    scheme: Annotated[str | None, typer.Option(help="How weights are rounded, as in otaro pack.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale, as in otaro pack.")] = None,
     embedding_floor: Annotated[
         str | None, typer.Option(metavar="PRECISION", help="The floor of embeddings and head, as in otaro pack.")
     ] = None,
-    exploration: Annotated[float | None, typer.Option(help="λ of BPS; the recipe's if left out.")] = None,
-    delay: Annotated[int | None, typer.Option(min=1, help="N of LAA; the recipe's if left out.")] = None,
-    delay_apply: Annotated[
-        str | None, typer.Option(help="Apply held gradients as their sum or mean; the recipe's if left out.")
-    ] = None,
+    exploration: Annotated[float | None, typer.Option(help="λ of BPS.")] = None,
+    delay: Annotated[int | None, typer.Option(min=1, help="N of LAA.")] = None,
+    delay_apply: Annotated[str | None, typer.Option(help="Apply held gradients as their sum or mean.")] = None,
     ultra_low: Annotated[
-        str | None, typer.Option(help="The widths whose gradients are held back; the recipe's if left out.")
+        str | None,
+        typer.Option(help="The widths that LAA holds gradients back at, or that tiers gives weights of their own."),
     ] = None,
     completion_only: Annotated[
         bool | None,
@@ -126,12 +119,8 @@ def tune(
     eval_text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measure perplexity on this text before and after.")
     ] = None,
-    eval_windows: Annotated[
-        int, typer.Option(min=1, help="Measure on at most this many windows of the text.")
-    ] = MEASURED_WINDOWS,
-    save_steps: Annotated[
-        int, typer.Option(min=1, help="Updates between checkpoints.")
-    ] = DEFAULT_STEPS_BETWEEN_CHECKPOINTS,
+    eval_windows: Annotated[int, typer.Option(min=1, help="Measure on at most this many windows of the text.")] = 64,
+    save_steps: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 100,
     early_stopping: Annotated[
         int | None,
         typer.Option(
@@ -154,11 +143,15 @@ def tune(
         ),
     ] = None,
 ) -> None:
-    """Tune a model once, so that it is good at every precision."""
+    """Tune a model once, so that it is good at every precision.
+
+    What is left out and has no default here is the recipe's.
+    """
+    given = {**locals(), "optim": optimizer}
     import torch
 
     from otaro.tune.config import TuneArguments
-    from otaro.tune.recipe import find_recipe, settings
+    from otaro.tune.recipe import SETTINGS, find_recipe, settings
 
     work = out.with_name(f"{out.name}.tuning")
     if resume and (updates := finished_updates(out)) is not None:
@@ -166,8 +159,7 @@ def tune(
             shutil.rmtree(work, ignore_errors=True)  # of a run that was killed while it cleared up
             note(f"{out} holds the finished run of {updates} updates: nothing is left to do")
         return
-    if out.exists():
-        raise OtaroError(f"{out} exists already: choose another name or delete it first")
+    refuse_existing(out)
     decode_text(os.fsencode(out), "the name of the folder to write")
     if not out.absolute().parent.is_dir():
         raise OtaroError(f"{out.absolute().parent} is not a folder: create it first")
@@ -175,39 +167,17 @@ def tune(
         raise OtaroError("early stopping watches the loss on a text: give it with --eval-text")
     if early_stopping is not None and average:
         raise OtaroError("early stopping keeps the best checkpoint, not an average: leave --average out")
-    options: dict[str, Any] = {
-        "method": method,
-        "learning_rate": learning_rate,
-        "optim": optimizer,
-        "widths": widths,
-        "scheme": scheme,
-        "group_size": group_size,
-        "exploration": exploration,
-        "delay": delay,
-        "delay_apply": delay_apply,
-        "ultra_low": ultra_low,
-        "completion_only": completion_only,
-        "average": average,
-        "held_back": held_back,
-        "embedding_floor": embedding_floor,
-    }
-    tuning = {
-        "--learning-rate": learning_rate,
-        "--optimizer": optimizer,
-        "--average": average,
-        "--held-back": held_back,
-        "--lora": lora,
-    }
-    if fit_only and (given := [name for name, value in tuning.items() if value is not None]):
-        raise OtaroError(f"{given[0]} has no meaning where tiers are only fitted: leave it or --fit-only out")
-    options = {name: value for name, value in options.items() if value is not None}
+    for name in ("learning_rate", "optimizer", "average", "held_back", "lora"):
+        if fit_only and given[name] is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise OtaroError(f"{option} has no meaning where tiers are only fitted: leave it or --fit-only out")
+    options: dict[str, Any] = {name: given[name] for name in SETTINGS if given.get(name) is not None}
     constants = find_recipe(recipe)
-    if method is None and constants.method == "tiers" and not fit_only:
-        chosen = scheme or constants.scheme
-        if chosen != "nested":
-            options["method"] = "bps"
-            if _is_first():
-                note(f"the scheme {chosen} has no tiers, so the method is bps")
+    chosen = scheme or constants.scheme
+    if method is None and constants.method == "tiers" and chosen != "nested" and not fit_only:
+        options["method"] = "bps"
+        if _is_first():
+            note(f"the scheme {chosen} has no tiers, so the method is bps")
     args = TuneArguments(
         **settings(recipe, **options, fit_only=fit_only, load_best_model_at_end=early_stopping is not None),
         output_dir=str(work),
@@ -363,7 +333,7 @@ def run(
                 "updates": trainer.state.max_steps if args.fit_only else trainer.state.global_step,
                 "fit_only": args.fit_only,
                 "kept_update": watch.update if watch.ended else kept,
-                "held_back": 0 if trainer.held_out is None else len(trainer.held_out),
+                "held_back": len(trainer.held_out or ()),
                 "averaged_updates": trainer.averaged,
                 "unsettled_groups": trainer.unsettled,
                 "tokens": blocks.tokens,

@@ -37,8 +37,9 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     exploration: float = field(default=5.0, metadata={"help": "λ of BPS: how much neglected widths attract."})
     delay: int = field(default=10, metadata={"help": "N of LAA: ultra-low gradients that make one update."})
     delay_apply: str = field(default="sum", metadata={"help": "Apply held gradients as their sum or their mean."})
-    ultra_low: str = field(default="E5M4,E5M3", metadata={"help": "The widths whose gradients are held."})
-    tiers: str = field(default="E5M4,E5M3", metadata={"help": "The widths with weights of their own (tiers only)."})
+    ultra_low: str = field(
+        default="E5M4,E5M3", metadata={"help": "The widths that LAA holds gradients back at, or that have tiers."}
+    )
     completion_only: bool = field(
         default=True,
         metadata={"help": "Learn tokens with a label only; else prompts too."},
@@ -77,8 +78,8 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
             raise OtaroError(f"a delay of {self.delay} batches holds nothing: choose 1 or more")
         if self.delay_apply not in APPLY:
             raise OtaroError(f"held gradients are applied as {' or '.join(APPLY)}, not as {self.delay_apply!r}")
-        if len(parse_precisions(self.tiers)) > MOST_TIERS:
-            raise OtaroError(f"{self.tiers} are too many tiers: choose at most {MOST_TIERS}")
+        if self.method == "tiers" and len(self.ultra_low_widths) > MOST_TIERS:
+            raise OtaroError(f"{self.ultra_low} are too many tiers: choose at most {MOST_TIERS}")
         if not 0 <= self.average <= 1:
             raise OtaroError(f"an average over {self.average} of the run is no share: choose from 0 to 1")
         if not 0 <= self.held_back < 1:
@@ -88,7 +89,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         if self.fit_only and (self.method != "tiers" or not self.tier_widths):
             raise OtaroError(
                 f"the method {self.method} for {self.widths} has no tiers that could be fitted: choose the method "
-                f"tiers, and {' or '.join(map(str, parse_precisions(self.tiers)))} among the widths"
+                f"tiers, and {' or '.join(map(str, self.ultra_low_widths)) or 'ultra-low ones'} among the widths"
             )
         if self.fit_only and self.average:
             raise OtaroError("nothing is averaged where tiers are only fitted: set average to 0")
@@ -112,7 +113,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     @property
     def tier_widths(self) -> list[Precision]:
         """Of the widths to tune for those with weights of their own, the narrowest first."""
-        return sorted(set(parse_precisions(self.tiers)) & set(self.tuned_widths))
+        return sorted({*self.ultra_low_widths} & {*self.tuned_widths})
 
     @property
     def format(self) -> Format:

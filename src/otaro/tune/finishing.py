@@ -97,7 +97,8 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
     for width in trainer.tiers:
         trainer.selector.counts[width] = done
     batches = every_batch(trainer)
-    bar = tqdm(total=updates, initial=done, desc="fitting", disable=not first or trainer.watched or args.disable_tqdm)
+    shown = first and trainer.progress is None and not args.disable_tqdm
+    bar = tqdm(total=updates, initial=done, desc="fitting", disable=not shown)
     unread: dict[int, dict[Precision, Tensor]] = {}
     for number in range(1, updates + 1):
         trainer.batches = next(batches)

@@ -28,7 +28,6 @@ SETTINGS = (
     "delay",
     "delay_apply",
     "ultra_low",
-    "tiers",
     "completion_only",
     "average",
     "held_back",
@@ -62,14 +61,14 @@ class Recipe:
     group_size: int = 64
     embedding_floor: str = str(EMBEDDING_FLOOR)
 
-    # Methods with one set of weights: BPS and LAA.
+    # BPS and LAA.
     exploration: float = 5.0
     delay: int = 10
     delay_apply: str = "sum"
     ultra_low: str = "E5M4,E5M3"
+    """LAA holds gradients back at these widths; the method tiers gives them weights of their own."""
 
     # The method tiers.
-    tiers: str = "E5M4,E5M3"
     fitting: float = 1 / 3
     """The updates that fit tiers after the run, as a share of its own."""
     fitting_updates: int = 24

@@ -116,7 +116,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         self._hooked = False
         self._resumed = False
         self.batches: list[Batch] = []
-        self._progress = progress
+        self.progress = progress
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
             convert.simulate(model, args.format, args.floor)
         self._layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
@@ -295,15 +295,10 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
         )
 
-    @property
-    def watched(self) -> bool:
-        """Whether somebody is told how far the run has come."""
-        return self._progress is not None
-
     def report(self, description: str, done: int | None = None, total: int | None = None) -> None:
         """Tell whoever watches what goes on, by default after how many of the run's updates."""
-        if self._progress is not None:
-            self._progress(
+        if self.progress is not None:
+            self.progress(
                 description,
                 self.state.global_step if done is None else done,
                 self.state.max_steps if total is None else total,
