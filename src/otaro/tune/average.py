@@ -1,9 +1,5 @@
 """Weight averaging: the result of a run is the mean of its weights over its end.
 
-Weights that go on moving around a good place have it as their mean, and are nearer to it by that than by coming to
-rest. So the learning rate of weights that are averaged does not fall to whatever the schedule ends with, but to a share
-of its highest value (:func:`limit_decay`).
-
 The mean lies in the optimizer's state beside each parameter's own entries, so that checkpoints have it, sharded or
 not: :func:`reserve` makes room when the optimizer first steps, :func:`add_weights` takes the weights in after an
 update, :func:`use_average` puts the mean in their place. Which updates are taken in follows from their number alone.

@@ -1,8 +1,7 @@
 """The command ``otaro tune``: from a model and some data to one model that is good at every width.
 
-While it runs everything lies in a folder beside the result, OUT.tuning: checkpoints, the log and what was measured
-before. A run that is stopped or killed goes on from there with --resume; when it is done the result is written at once
-and that folder is deleted.
+While it runs everything lies in a folder beside the result, OUT.tuning, from which --resume goes on; when it is done
+the result is written at once and that folder is deleted.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ def tune(
         str | None, typer.Option(help="otaro, bps, uniform, tiers, fixed:E5M8 … fixed:E5M3, or fp16.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Updates, in place of --epochs; with tiers a third as many fit them then.")
+        int | None,
+        typer.Option(min=1, help="Updates to make; overrides --epochs. Tiers are fitted in a third as many."),
     ] = None,
     epochs: Annotated[float, typer.Option(min=0.001, help="Times to go through the data.")] = 1.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per process that are computed at once.")] = 8,
@@ -259,7 +259,7 @@ def run(
     from otaro.sources.loading import load_model, source_tokenizer
     from otaro.tune import report
     from otaro.tune.callbacks import LOG_NAME, read_log
-    from otaro.tune.data import load_blocks, make_collator, text_blocks
+    from otaro.tune.data import load_blocks, text_blocks
     from otaro.tune.model import add_adapters, has_adapters, merge_adapters, save_model
     from otaro.tune.resume import last_complete, writing
     from otaro.tune.tiers import without_tiers
@@ -291,7 +291,6 @@ def run(
             progress=progress,
             train_dataset=blocks,
             eval_dataset=None if measured is None else text_blocks(measured, sequence_length),
-            data_collator=make_collator(tokenizer),
             processing_class=tokenizer,
             callbacks=[] if early_stopping is None else [EarlyStoppingCallback(early_stopping)],
         )

@@ -1,11 +1,4 @@
-"""What a model is tuned on: text and conversations, as blocks of tokens.
-
-Sources are plain text files, JSONL files, folders and hub names (these two through the library `datasets`). A record
-of a JSONL file or a data set is one of
-
-    {"text": …}                                  text
-    {"instruction": …, "input": …, "output": …}  a request and its answer (Alpaca's form; the input may be missing)
-    {"messages": [{"role": …, "content": …}, …]} a conversation, written out by the model's chat template
+"""What a model is tuned on: text and conversations, as blocks of tokens. docs/tuning.md says what records may hold.
 
 Text is learned whole. Of requests and conversations the answers have labels, and what they answer has none: it is read
 but not predicted, unless :func:`learn_prompts` gives it labels too. Pieces with and without labels are tokenised

@@ -1,18 +1,11 @@
-"""Fitting: narrow widths learn to predict what the tuned model predicts.
+"""Fitting: narrow widths learn to predict what the tuned model predicts; docs/method.md says why.
 
-The method tiers tunes as the method fp16 does, with weight averaging. What comes of it is then fitted to the widths it
-is rounded to: in full precision it predicts a batch of sequences, then each of the widths predicts them and learns from
-the divergence between the two. Gradients go to what decides the last bit of a width, its tier.
+In full precision the model predicts a batch of sequences, then each of the widths predicts them and learns from the
+divergence between the two. Weights stay as they are. What decides the last bit of a width, its tier, moves by
 
-The weights stay as they are meanwhile, so what is learned about the errors of their rounding stays true: E5M8 is what
-fp16 would have made of it, but for weights whose tier chose another cell. A step is a share of the cell of the width,
-whatever the learning rate:
+    step · cell · g / sqrt(g² + mean of g² in the group)
 
-    cell · g / sqrt(g² + mean of g² in the group)
-
-so few weights change their code in an update: those near a border that matter. And each step draws tiers back to their
-weights by a share of the way. Gradients that go now one way, now the other leave a tier where it was; only where they
-agree it goes far enough to choose another cell, which costs the wide widths something.
+so few weights change their code in an update, those near a border that matter, and is drawn back to its weight.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Held-out text: where data are seen several times, it says when a model begins to learn them by heart.
 
-The last sequences are not learned. A mean of the weights that goes with the run is measured on them time and again, in
-full precision, and its best value is kept. Once it has got worse twice in a row, that value is the result: what the
-weights would go on to learn is the text and not the language. Where it never gets worse, the run is what it would have
-been without those sequences.
-
-Data that are seen once cannot be learned by heart; of them nothing is held back.
+The last sequences are not learned: a mean of the weights that goes with the run is measured on them time and again, in
+full precision, and its best value is kept. docs/method.md says when a run ends by it.
 """
 
 from __future__ import annotations

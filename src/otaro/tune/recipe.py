@@ -16,24 +16,9 @@ from otaro.precision import EMBEDDING_FLOOR
 
 # Settings of `TuneArguments` that a recipe decides; its other fields are constants.
 SETTINGS = (
-    "optim",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "method",
-    "widths",
-    "exploration",
-    "delay",
-    "delay_apply",
-    "ultra_low",
-    "completion_only",
-    "average",
-    "held_back",
-    "scheme",
-    "group_size",
-    "embedding_floor",
+    *("optim", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm"),
+    *("method", "widths", "exploration", "delay", "delay_apply", "ultra_low"),
+    *("completion_only", "average", "held_back", "scheme", "group_size", "embedding_floor"),
 )
 
 

@@ -1,10 +1,10 @@
 """The loop: transformers' Trainer with a width for every update.
 
-What this adds to the Trainer is little. The model's layers are simulated ones (see `otaro.nn`): a width set on them
-makes them compute with the weights that width would have when packed. Before an update a selector says at which width
-it is computed (`otaro.tune.selector`); its gradients are computed by `otaro.tune.update`, all micro-batches at once;
-for the method ``otaro`` the optimizer lets ultra-low widths wait (`otaro.tune.delay`). All of it is in the checkpoint:
-the selector in trainer_state.json, held gradients and averaged weights in the optimizer's state.
+The model's layers are simulated ones (see `otaro.nn`): a width set on them makes them compute with the weights that
+width would have when packed. Before an update a selector says at which width it is computed (`otaro.tune.selector`);
+its gradients are computed by `otaro.tune.update`, all micro-batches at once; for the method ``otaro`` the optimizer
+lets ultra-low widths wait (`otaro.tune.delay`). A checkpoint has the selector in trainer_state.json, held gradients and
+averaged weights in the optimizer's state.
 
 With several processes the loss of an update is reduced over all of them before the selector sees it, so every process
 selects the same width without being told.
