@@ -7,7 +7,6 @@ the result is written at once and that folder is deleted.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ import typer
 
 from otaro.console import decode_text, note, progress_bar, results
 from otaro.errors import OtaroError
+from otaro.json_file import read_json, write_json
 from otaro.partial import refuse_existing
 from otaro.precision import Precision
 
@@ -81,7 +81,6 @@ def tune(
     completion_only: Annotated[
         bool | None,
         typer.Option(
-            "--completion-only/--no-completion-only",
             help="Learn the answers of instructions and conversations only, not the prompts too. Left out: the "
             "recipe's with tiers, the answers only with other methods.",
         ),
@@ -138,9 +137,7 @@ def tune(
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
     compile: Annotated[
         bool | None,
-        typer.Option(
-            "--compile/--no-compile", help="Compile the model, which the first updates wait for. Left out: on a GPU."
-        ),
+        typer.Option(help="Compile the model, which the first updates wait for. Left out: on a GPU."),
     ] = None,
 ) -> None:
     """Tune a model once, so that it is good at every precision.
@@ -223,11 +220,9 @@ def tune(
 def finished_updates(out: Path) -> int | None:
     """How many updates made the model in a folder; None where no run has ended there."""
     try:
-        figures = json.loads((out / REPORT_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return int(read_json(out / REPORT_NAME)["updates"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    updates = figures.get("updates") if isinstance(figures, dict) else None
-    return updates if isinstance(updates, int) else None
 
 
 def _is_first() -> bool:
@@ -253,7 +248,6 @@ def run(
     import torch
     from transformers import EarlyStoppingCallback
 
-    from otaro.json_file import write_json
     from otaro.model_config import check_tokens, context_length
     from otaro.sources import open_source
     from otaro.sources.loading import load_model, source_tokenizer
@@ -366,14 +360,13 @@ def measure_before(
     trainer: OtaroTrainer, work: Path, tokens: Any, window: int, progress: Any, *, resume: bool
 ) -> dict[str, float]:
     """Perplexity before tuning; a resumed run reads what the first one measured, if it was on the same text."""
-    from otaro.json_file import write_json
     from otaro.tune import report
 
     if tokens is None:
         return {}
     path, text = work / BEFORE_NAME, hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     if resume and path.exists():
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = read_json(path)
         if read["text"] == text:
             return {name: float("inf") if value is None else value for name, value in read["perplexity"].items()}
     measured = report.measure(trainer, tokens, list(Precision), window, progress)

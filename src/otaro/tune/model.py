@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shutil
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from torch import nn
 
 from otaro import convert
 from otaro.errors import OtaroError
+from otaro.json_file import write_json
 from otaro.nn import FakeSefp
 from otaro.partial import new_folder
 from otaro.precision import Precision
@@ -74,7 +74,7 @@ def save_model(
             model.save_pretrained(partial, state_dict=state)
         save_settled(model, partial, state or model.state_dict())
         config = dict(sorted({**source.config, "dtype": "float32"}.items()))
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(config, partial / "config.json")
         for path in partial.glob("*.safetensors"):
             # Written readable by their owner alone; they are no more secret than the rest.
             path.chmod((partial / "config.json").stat().st_mode)

@@ -17,7 +17,7 @@ from typing import Any
 
 from otaro.errors import OtaroError
 
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT = re.compile(r"checkpoint-\d+")
 STATE = "trainer_state.json"
 # A full disk has an error of its own in each library. safetensors and tokenizers end their messages so.
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -27,12 +27,8 @@ TORCH_ERRORS = ("inline_container.cc", "iostream error")
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoint folders of a run by their step, complete or not."""
-    found = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = CHECKPOINT.fullmatch(path.name)
-        if match is not None and path.is_dir():
-            found[int(match[1])] = path
-    return found
+    found = (path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir())
+    return {int(path.name.removeprefix("checkpoint-")): path for path in found}
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
@@ -46,10 +42,8 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
 
 def last_complete(folder: Path) -> Path | None:
     """The latest checkpoint that can be resumed from."""
-    for _, path in sorted(checkpoints(folder).items(), reverse=True):
-        if read_state(path) is not None:
-            return path
-    return None
+    latest_first = (path for _, path in sorted(checkpoints(folder).items(), reverse=True))
+    return next((path for path in latest_first if read_state(path) is not None), None)
 
 
 @contextmanager
@@ -78,12 +72,10 @@ def why_not_written(error: Exception) -> str | None:
     return None
 
 
-def drop_later(folder: Path, checkpoint: Path) -> None:
-    """Delete checkpoints beyond the one resumed from: the run will come by their steps again."""
-    found = checkpoints(folder)
-    start = next((step for step, path in found.items() if path.resolve() == checkpoint.resolve()), None)
-    for step, path in found.items():
-        if start is not None and step > start:
+def drop_later(folder: Path, start: int) -> None:
+    """Delete checkpoints beyond the step resumed from: the run will come by theirs again."""
+    for step, path in checkpoints(folder).items():
+        if step > start:
             shutil.rmtree(path)
 
 

@@ -360,8 +360,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if checkpoint is not None:
             start = resume.check_settings(checkpoint, settings(self))
             self.accelerator.wait_for_everyone()
-            if self.is_world_process_zero():
-                resume.drop_later(Path(self.args.output_dir), checkpoint)
+            folder = Path(self.args.output_dir)
+            if self.is_world_process_zero() and checkpoint.resolve().parent == folder.resolve():
+                resume.drop_later(folder, start)
         self.interrupted = self.asked_to_stop = False
         self._resumed = checkpoint is not None
         try:
