@@ -94,7 +94,9 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if asked or ends or len(self._lines) >= self.read_every:
             if self._unread or asked:
                 self._read()
-            self._write(Path(args.output_dir) / LOG_NAME, state.is_world_process_zero)
+            if state.is_world_process_zero:
+                append_to_log(Path(args.output_dir) / LOG_NAME, self._lines)
+            self._lines = []
         if self._stop:
             control.should_save = True
             control.should_training_stop = True
@@ -111,16 +113,9 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             line["loss"] = self.loss = loss
         self._stop = self.trainer.interrupted
 
-    def _write(self, path: Path, first: bool) -> None:
-        lines, self._lines = self._lines, []
-        if first:
-            append_to_log(path, lines)
-
 
 def read_losses(
-    trainer: OtaroTrainer,
-    unread: Sequence[tuple[int, Width, Tensor]],
-    failure: Callable[[str, int, Width], OtaroError],
+    trainer: OtaroTrainer, unread: Sequence[tuple[int, Width, Tensor]], failure: Callable[[str, int, Width], OtaroError]
 ) -> list[float]:
     """Wait for losses of updates at widths and tell the selector; one that is not finite ends the run."""
     losses = trainer.mean_over_processes([loss for _, _, loss in unread])

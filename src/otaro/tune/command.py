@@ -82,7 +82,7 @@ def tune(
         bool | None,
         typer.Option(
             help="Learn the answers of instructions and conversations only, not the prompts too. Left out: the "
-            "recipe's with tiers, the answers only with other methods.",
+            "recipe's with tiers, the answers only with other methods."
         ),
     ] = None,
     average: Annotated[
@@ -104,8 +104,7 @@ def tune(
         ),
     ] = None,
     fit_only: Annotated[
-        bool,
-        typer.Option("--fit-only", help="Tune nothing, only fit E5M4 and E5M3 to the weights as they are."),
+        bool, typer.Option("--fit-only", help="Tune nothing, only fit E5M4 and E5M3 to the weights as they are.")
     ] = False,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
@@ -136,8 +135,7 @@ def tune(
     report_to: Annotated[str, typer.Option(help="Also report to tensorboard, wandb or another such tool.")] = "none",
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
     compile: Annotated[
-        bool | None,
-        typer.Option(help="Compile the model, which the first updates wait for. Left out: on a GPU."),
+        bool | None, typer.Option(help="Compile the model, which the first updates wait for. Left out: on a GPU.")
     ] = None,
 ) -> None:
     """Tune a model once, so that it is good at every precision.
@@ -199,20 +197,9 @@ def tune(
         use_cpu=cpu or not torch.accelerator.is_available(),
         compile=compile,
     )
-    text = None if eval_text is None else eval_text.read_bytes()
-    run(
-        model,
-        out,
-        args,
-        data,
-        sequence_length=sequence_length,
-        padded=padded,
-        lora=lora,
-        eval_text=None if text is None else (str(eval_text), text),
-        eval_windows=eval_windows,
-        early_stopping=early_stopping,
-        resume=resume,
-    )
+    text = None if eval_text is None else (str(eval_text), decode_text(eval_text.read_bytes(), str(eval_text)))
+    shared = ("sequence_length", "padded", "lora", "eval_windows", "early_stopping", "resume")
+    run(model, out, args, data, eval_text=text, **{name: given[name] for name in shared})
     if _is_first():
         note(f"The tuned model is in {out}: pack it with otaro pack {out} {out}-packed{pack_options(args)}")
 
@@ -237,17 +224,18 @@ def run(
     data: list[str],
     *,
     sequence_length: int,
-    padded: bool,
-    lora: int | None,
-    eval_text: tuple[str, bytes] | None,
-    eval_windows: int,
-    resume: bool,
+    padded: bool = False,
+    lora: int | None = None,
+    eval_text: tuple[str, str] | None = None,
+    eval_windows: int = 64,
+    resume: bool = False,
     early_stopping: int | None = None,
 ) -> None:
-    """Tune, measure and write; `args` says where checkpoints go."""
+    """Tune, measure and write; `args` says where checkpoints go. `eval_text` is a file's name and what it holds."""
     import torch
     from transformers import EarlyStoppingCallback
 
+    from otaro.evaluate.perplexity import text_tokens
     from otaro.model_config import check_tokens, context_length
     from otaro.sources import open_source
     from otaro.sources.loading import load_model, source_tokenizer
@@ -278,7 +266,10 @@ def run(
         if lora is not None:
             torch.manual_seed(args.seed)  # what adapters begin with
             network = add_adapters(network, args.format, args.floor, rank=lora)
-        measured = None if eval_text is None else eval_tokens(tokenizer, eval_text, sequence_length, eval_windows)
+        measured = None
+        if eval_text is not None:
+            name, text = eval_text
+            measured = text_tokens(tokenizer, text, sequence_length, name)[: sequence_length * eval_windows]
         trainer = OtaroTrainer(
             network,
             args,
@@ -288,8 +279,8 @@ def run(
             processing_class=tokenizer,
             callbacks=[] if early_stopping is None else [EarlyStoppingCallback(early_stopping)],
         )
-        left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""
         if first:
+            left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""
             asked = ", prompts learned too" if blocks.prompt_tokens and not args.completion_only else ""
             rate = "" if args.fit_only else f", learning rate {trainer.args.learning_rate:.3g}"
             note(f"{len(blocks)} sequences, {blocks.tokens} tokens{asked}{left_out}{rate}")
@@ -307,14 +298,11 @@ def run(
         if first and watch.ended:
             note(f"best on the sequences held back after update {watch.update}: those weights are kept")
         kept = trainer.state.best_global_step if early_stopping else trainer.state.global_step
-        widths = list(Precision)
-        state = None
-        if trainer.is_fsdp_enabled:
-            state = without_tiers(trainer.accelerator.get_state_dict(trainer.model))
+        state = without_tiers(trainer.accelerator.get_state_dict(trainer.model)) if trainer.is_fsdp_enabled else None
         final = trainer.accelerator.unwrap_model(trainer.model)
         if has_adapters(final):
             final = trainer.model = merge_adapters(final)
-        after = {} if measured is None else report.measure(trainer, measured, widths, sequence_length, progress)
+        after = {} if measured is None else report.measure(trainer, measured, [*Precision], sequence_length, progress)
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():
             log = read_log(work / LOG_NAME)
@@ -348,14 +336,6 @@ def _silence(description: str, done: int, total: int) -> None:
     """Progress that nobody sees."""
 
 
-def eval_tokens(tokenizer: Any, text: tuple[str, bytes], window: int, windows: int) -> Any:
-    from otaro.evaluate.perplexity import text_tokens
-
-    name, content = text
-    decoded = decode_text(content, name)
-    return text_tokens(tokenizer, decoded, window, name)[: window * windows]
-
-
 def measure_before(
     trainer: OtaroTrainer, work: Path, tokens: Any, window: int, progress: Any, *, resume: bool
 ) -> dict[str, float]:
@@ -365,11 +345,10 @@ def measure_before(
     if tokens is None:
         return {}
     path, text = work / BEFORE_NAME, hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    if resume and path.exists():
-        read = read_json(path)
-        if read["text"] == text:
-            return {name: float("inf") if value is None else value for name, value in read["perplexity"].items()}
-    measured = report.measure(trainer, tokens, list(Precision), window, progress)
+    known = read_json(path) if resume and path.exists() else {}
+    if known.get("text") == text:
+        return {name: float("inf") if value is None else value for name, value in known["perplexity"].items()}
+    measured = report.measure(trainer, tokens, [*Precision], window, progress)
     if trainer.is_world_process_zero():
         write_json({"text": text, "perplexity": report.finite(measured)}, path)
     return measured

@@ -123,7 +123,7 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
             log_losses(trainer, unread, log if first else None)
             unread = {}
         losses = losses_text(trainer.selector.losses)
-        trainer.report(f"fitting, step {number}{losses and ', loss '}{losses}", number, updates)
+        trainer.report(f"fitting, step {number}{losses and ', loss '}{losses}", (number, updates))
         bar.update()
         if first and keeps and (saves or trainer.interrupted):
             write_tiers(path, trainer.model, number)

@@ -60,10 +60,6 @@ def fit(
             logits: Tensor = model(**inputs, use_cache=False).logits
         return logits
 
-    @torch.no_grad()
-    def teach(batch: Batch) -> Tensor:
-        return predict(batch)
-
     def learn(batch: Batch) -> Tensor:
         logits = predict(batch)
         with context():
@@ -75,7 +71,7 @@ def fit(
         for number, batch in enumerate(batches):
             weights.set_width(None, again=number > 0)
             # Where the pass that teaches is captured, so are those that learn from it: it is always this tensor then.
-            teacher = graphs.run("teacher", teach, batch)
+            teacher = graphs.run("teacher", torch.no_grad()(predict), batch)
             for place, width in enumerate(widths):
                 weights.set_width(width, again=number + place > 0)
                 entropy = graphs.run(width, learn, {**batch, "count": count})

@@ -95,7 +95,10 @@ class Graphs:
                 self._used[key] = [part for part in self._model.parameters() if part.grad is not None]
                 return result
             try:
-                self._captured[key] = self._capture(function, inputs, self._used[key])
+                self._take_gradients(self._used[key])
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                copies = {name: tensor.clone() for name, tensor in inputs.items()}
+                self._captured[key] = Captured(function, copies, self._pool)
             except RuntimeError as failure:
                 error: BaseException = failure
                 self.forget()
@@ -113,12 +116,6 @@ class Graphs:
             copy.copy_(inputs[name], non_blocking=True)
         captured.replay()
         return captured.result
-
-    def _capture(self, function: Function, inputs: Mapping[str, Tensor], used: list[nn.Parameter]) -> Captured:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        self._take_gradients(used)
-        return Captured(function, {name: tensor.clone() for name, tensor in inputs.items()}, self._pool)
 
     def _take_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Have gradients in the buffers that graphs add to, whatever they were in until now."""

@@ -31,14 +31,10 @@ WORSE = 2
 class Watch:
     """What held-out text has said so far."""
 
-    loss: float | None = None
-    """The lowest loss."""
-    update: int = 0
-    """The update it was measured after."""
-    worse: int = 0
-    """Measurements since then."""
-    ended: int = 0
-    """The update that learning ended with, 0 while it has not."""
+    loss: float | None = None  # the lowest
+    update: int = 0  # which it was measured after
+    worse: int = 0  # measurements since then
+    ended: int = 0  # the update that learning ended with, 0 while it has not
 
     def take(self, update: int, loss: float) -> bool:
         """Take a measurement; whether it is the best one."""
@@ -64,10 +60,7 @@ def hold_back(sequences: Any, share: float, most: int) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def mean_loss(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    weights: Refresher,
-    context: Callable[[], AbstractContextManager[Any]],
+    model: nn.Module, batches: Iterable[Batch], weights: Refresher, context: Callable[[], AbstractContextManager[Any]]
 ) -> Tensor:
     """Cross entropy in full precision over all tokens with a label."""
     total, count = [], []

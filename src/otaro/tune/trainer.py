@@ -98,21 +98,14 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         args = copy(args)  # what is filled in here is of this model, not of the next one these arguments are used for
         self.selector = args.make_selector()
         self.delayed: DelayedOptimizer | None = None
-        self.done = False
-        """Whether tiers are settled, with which the trainer has done what it can."""
-        self.interrupted = False
-        """Whether the run was asked to stop (Ctrl-C) and did so with a checkpoint."""
-        self.asked_to_stop = False
-        """Whether this process was."""
-        self.unsettled = 0
-        """Groups of weights that did not keep all bits of their tiers when these were settled."""
-        self.update_loss: Tensor
-        """This process's share of the loss of the last update."""
-        self.held_out: Any = None
-        """Sequences that are not learned but measured on; None where there are none."""
+        self.done = False  # whether tiers are settled, with which the trainer has done what it can
+        self.interrupted = False  # whether the run was asked to stop (Ctrl-C) and did so with a checkpoint
+        self.asked_to_stop = False  # whether this process was
+        self.unsettled = 0  # groups of weights that did not keep all bits of their tiers when these were settled
+        self.update_loss: Tensor  # this process's share of the loss of the last update
+        self.held_out: Any = None  # sequences that are not learned but measured on; None where there are none
         self.watch = Watch()
-        self.ended = False
-        """Whether something ended the run before its last update, such as early stopping."""
+        self.ended = False  # whether something ended the run before its last update, such as early stopping
         self._hooked = False
         self._resumed = False
         self.batches: list[Batch] = []
@@ -214,15 +207,13 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             leave_out_tiers(optimizer, self.model if model is None else model)
         if self.args.method == "otaro":
             if created:
-                # In float16 unscaled gradients are too small to be held in it.
-                dtype = torch.bfloat16 if self.args.bf16 else None
                 args = self.args
+                # In float16 unscaled gradients are too small to be held in it.
+                dtype = torch.bfloat16 if args.bf16 else None
                 optimizer = DelayedOptimizer(optimizer, args.ultra_low_widths, args.delay, args.delay_apply, dtype)
-                self.optimizer = optimizer
+                self.optimizer = self.delayed = optimizer
             elif self.delayed is None:
                 raise OtaroError("the method otaro wraps the optimizer itself: set `optim`, do not pass `optimizers`")
-            if isinstance(optimizer, DelayedOptimizer):
-                self.delayed = optimizer
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -295,14 +286,10 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
         )
 
-    def report(self, description: str, done: int | None = None, total: int | None = None) -> None:
+    def report(self, description: str, of_all: tuple[int, int] | None = None) -> None:
         """Tell whoever watches what goes on, by default after how many of the run's updates."""
         if self.progress is not None:
-            self.progress(
-                description,
-                self.state.global_step if done is None else done,
-                self.state.max_steps if total is None else total,
-            )
+            self.progress(description, *(of_all or (self.state.global_step, self.state.max_steps)))
 
     def mean_over_processes(self, losses: Sequence[Tensor]) -> list[float]:
         """What losses are over all processes, which is waited for; also sets `interrupted`."""
@@ -427,10 +414,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **options)
 
     def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
-        if asked is None or asked is False:
-            return None
         if asked is not True:
-            return Path(asked)
+            return Path(asked) if asked else None
         found = resume.last_complete(Path(self.args.output_dir))
         if found is None:
             raise OtaroError(f"{self.args.output_dir} holds no complete checkpoint to resume from: start a new run")
@@ -469,14 +454,16 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         model: Any = self.model
-        state = model.state_dict() if state_dict is None else state_dict
-        if isinstance(model, PreTrainedModel) or has_adapters(model):
+        if isinstance(model, PreTrainedModel):
             # By default fused experts are saved as the original files have them, one by one; in a checkpoint the
             # Trainer would not find them again and go on with the weights it happens to hold.
             original = resume.CHECKPOINT.fullmatch(folder.name) is None
             model.save_pretrained(folder, state_dict=state_dict, save_original_format=original)
-            save_settled(model, folder, state)
+            save_settled(model, folder, state_dict or model.state_dict())
+        elif has_adapters(model):
+            model.save_pretrained(folder, state_dict=state_dict)
         else:
+            state = model.state_dict() if state_dict is None else state_dict
             save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
