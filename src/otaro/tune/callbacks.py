@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,12 +168,9 @@ def cut_log(path: Path, step: int) -> None:
     """Drop what was logged after a step: a run that goes on from there logs it again."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        # The last line may have been cut short when the run was killed.
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
-            break
-        kept.append(line)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    # The last line may have been cut short when the run was killed.
+    kept = takewhile(lambda line: line.endswith("\n") and json.loads(line)["step"] <= step, lines)
     write_atomically(path, lambda part: part.write_text("".join(kept), encoding="utf-8"))
 
 

@@ -42,15 +42,12 @@ def tune(
         list[str],
         typer.Option(metavar="DATA", help="Text, JSONL, a folder or a hub data set; may be given several times."),
     ],
-    recipe: Annotated[str, typer.Option(help="Where settings come from: default, or paper for the paper's own.")] = (
-        "default"
-    ),
+    recipe: Annotated[str, typer.Option(help="Where settings come from: default, or the paper's: paper.")] = "default",
     method: Annotated[
-        str | None, typer.Option(help="otaro, bps, uniform, tiers, fixed:E5M8 … fixed:E5M3, or fp16.")
+        str | None, typer.Option(help="otaro, bps, uniform, tiers, fp16, or fixed:E5M8 … fixed:E5M3.")
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Updates to make; overrides --epochs. Tiers are fitted in a third as many."),
+        int | None, typer.Option(min=1, help="Updates; overrides --epochs. With tiers, a third as many then fit them.")
     ] = None,
     epochs: Annotated[float, typer.Option(min=0.001, help="Times to go through the data.")] = 1.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per process that are computed at once.")] = 8,
@@ -63,9 +60,7 @@ def tune(
         float | None, typer.Option(min=0, help="Left out: the recipe's, for the size of the model and of an update.")
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw_torch, sgd or another of transformers' names.")] = None,
-    widths: Annotated[
-        str | None, typer.Option(help="The widths to tune for: 'all', or names with commas between.")
-    ] = None,
+    widths: Annotated[str | None, typer.Option(help="The widths to tune for: 'all', or names with commas.")] = None,
     scheme: Annotated[str | None, typer.Option(help="How weights are rounded, as in otaro pack.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Weights that share a scale, as in otaro pack.")] = None,
     embedding_floor: Annotated[
@@ -75,8 +70,7 @@ def tune(
     delay: Annotated[int | None, typer.Option(min=1, help="N of LAA.")] = None,
     delay_apply: Annotated[str | None, typer.Option(help="Apply held gradients as their sum or mean.")] = None,
     ultra_low: Annotated[
-        str | None,
-        typer.Option(help="The widths that LAA holds gradients back at, or that tiers gives weights of their own."),
+        str | None, typer.Option(help="The widths whose gradients LAA holds back, or that tiers are fitted for.")
     ] = None,
     completion_only: Annotated[
         bool | None,
@@ -241,7 +235,7 @@ def run(
     from otaro.sources.loading import load_model, source_tokenizer
     from otaro.tune import report
     from otaro.tune.callbacks import LOG_NAME, read_log
-    from otaro.tune.data import load_blocks, text_blocks
+    from otaro.tune.data import Layout, load_blocks, text_blocks
     from otaro.tune.model import add_adapters, has_adapters, merge_adapters, save_model
     from otaro.tune.resume import last_complete, writing
     from otaro.tune.tiers import without_tiers
@@ -256,8 +250,8 @@ def run(
     first = _is_first()
     with open_source(model) as source, progress_bar() if first else nullcontext(_silence) as progress:
         tokenizer = source_tokenizer(source)
-        layout: Any = "padded" if padded else "packed"
         longest = context_length(source.model)
+        layout: Layout = "padded" if padded else "packed"
         blocks = load_blocks(data, tokenizer, sequence_length, longest=longest, layout=layout)
         check_tokens(source.model, blocks.highest)
         network = load_model(source, progress)

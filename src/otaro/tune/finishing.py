@@ -80,7 +80,7 @@ def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
 
 
 def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
-    args, constants, step = trainer.args, trainer.args.constants, trainer.state.global_step
+    args, constants = trainer.args, trainer.args.constants
     # Of sharded tiers no file is written: a run that is stopped here fits them anew.
     keeps = args.save_strategy != "no" and not trainer.is_fsdp_enabled
     every = int(trainer.state.save_steps) if args.save_strategy == "steps" else 0
@@ -93,7 +93,7 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
         updates = fitting_updates(updates, constants.fitting, constants.fitting_updates)
     done = 0 if fresh or not keeps else read_tiers(path, trainer.model)
     if first:
-        cut_log(log, step + done)
+        cut_log(log, trainer.state.global_step + done)
     for width in trainer.tiers:
         trainer.selector.counts[width] = done
     batches = every_batch(trainer)

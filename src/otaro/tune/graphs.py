@@ -54,13 +54,11 @@ class Captured:
 
     def __init__(self, function: Function, inputs: dict[str, Tensor], pool: Any) -> None:
         self.inputs = inputs
-        self._graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # Threads that bring batches to the device may go on with it.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), without_masks():
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), without_masks():
             self.result = function(dict(inputs))
-
-    def replay(self) -> None:
-        self._graph.replay()
+        self.replay = graph.replay
 
 
 class Graphs:
