@@ -25,7 +25,7 @@ from otaro.sources import Source
 from otaro.sources.scales import save_scales
 
 
-def add_adapters(model: nn.Module, format: Format, floor: Precision, *, rank: int) -> Any:
+def add_adapters(model: nn.Module, format: Format, floor: Precision, *, rank: int, dropout: float = 0.0) -> Any:
     """The model with LoRA adapters on its linear layers, through PEFT; only they are trained.
 
     The base is simulated first, so the adapters learn beside the weights as each width has them.
@@ -36,7 +36,8 @@ def add_adapters(model: nn.Module, format: Format, floor: Precision, *, rank: in
         raise OtaroError(f"adapters of rank {rank} have no weights: choose 1 or more")
     peft: Any = importlib.import_module("peft")
     convert.simulate(model, format, floor)
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, **options)
     with quiet():
         return peft.get_peft_model(model, config)
 

@@ -454,16 +454,14 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         model: Any = self.model
-        if isinstance(model, PreTrainedModel):
+        state = model.state_dict() if state_dict is None else state_dict
+        if isinstance(model, PreTrainedModel) or has_adapters(model):
             # By default fused experts are saved as the original files have them, one by one; in a checkpoint the
             # Trainer would not find them again and go on with the weights it happens to hold.
             original = resume.CHECKPOINT.fullmatch(folder.name) is None
             model.save_pretrained(folder, state_dict=state_dict, save_original_format=original)
-            save_settled(model, folder, state_dict or model.state_dict())
-        elif has_adapters(model):
-            model.save_pretrained(folder, state_dict=state_dict)
+            save_settled(model, folder, state)
         else:
-            state = model.state_dict() if state_dict is None else state_dict
             save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
