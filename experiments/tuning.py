@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -225,5 +224,15 @@ def run_all(
             print(name, seed, {width: round(value, 3) for width, value in record["perplexity"].items()}, flush=True)
 
 
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+def main(
+    script: str,
+    about: str | None,
+    runs: Sequence[str],
+    load: Callable[[str], Any] = common.load_model,
+    measure: Callable[[OtaroTrainer, Tensor, int], dict[str, Any]] | None = None,
+    **defaults: Any,
+) -> None:
+    """What a script of runs does: `script` is its file, `about` what it says of itself."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, runs, **defaults)
+    run_all(parser.parse_args(), Path(script).parent, load, measure)
