@@ -136,7 +136,7 @@ def tune(model: Any, blocks: Dataset[Any], name: str, seed: int, **options: Any)
         "learning_rate": trainer.args.learning_rate,
         "passes": {str(width): count for width, count in trainer.selector.counts.items()},
         "unsettled_groups": trainer.unsettled,
-        "held_back": 0 if trainer.held_out is None else len(trainer.held_out),
+        "held_back": len(trainer.held_out or ()),
         "kept_update": trainer.watch.update if trainer.watch.ended else trainer.state.global_step,
     }
 

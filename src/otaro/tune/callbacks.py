@@ -109,7 +109,7 @@ class UpdateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _read(self) -> None:
         """Wait for the losses of the updates since the last time, and for whether one of the processes is to stop."""
         unread, self._unread = self._unread, []
-        lines = self._lines[len(self._lines) - len(unread) :]
+        lines = [line for line in self._lines if line["loss"] is None]
         for line, loss in zip(lines, read_losses(self.trainer, unread, diverged), strict=True):
             line["loss"] = self.loss = loss
         self._stop = self.trainer.interrupted
