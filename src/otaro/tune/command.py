@@ -136,7 +136,7 @@ def tune(
 
     What is left out and has no default here is the recipe's.
     """
-    given = {**locals(), "optim": optimizer}
+    given = {**locals(), "optim": optimizer}  # options by their names
     import torch
 
     from otaro.tune.config import TuneArguments

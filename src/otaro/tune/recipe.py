@@ -28,7 +28,7 @@ class Recipe:
 
     # The optimizer.
     optim: str = "adamw_torch"
-    learning_rate: float | None = None  # by `learning_rate_for`
+    learning_rate: float | None = None  # by `learning_rate_for` where there is none
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.03
     weight_decay: float = 0.0
