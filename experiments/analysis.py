@@ -16,18 +16,11 @@ from torch import Tensor, nn
 
 from experiments import common
 from otaro import convert
+from otaro.evaluate.results import Width
 from otaro.json_file import write_json
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.tune.config import TuneArguments
-
-FULL = "full"
-Width = Precision | None
-"""A width, or None for full precision."""
-
-
-def name_of(width: Width) -> str:
-    return FULL if width is None else str(width)
 
 
 def place(parameter: str) -> tuple[int | None, str]:
@@ -103,7 +96,7 @@ class Gradients:
 
 def load(arguments: argparse.Namespace) -> tuple[Gradients, torch.device]:
     """The model on the best device there is, computing in float32 or, where asked for, in TF32."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = common.device()
     torch.set_float32_matmul_precision("high" if arguments.arithmetic == "tf32" else "highest")
     return Gradients(common.load_model(arguments.model, device)), device
 

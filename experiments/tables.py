@@ -30,11 +30,15 @@ WIDTHS = [str(precision) for precision in Precision]
 Rows = list[tuple[str, list[str]]]
 
 
+def read(*path: str) -> Any:
+    return json.loads(ROOT.joinpath(*path).read_text(encoding="utf-8"))
+
+
 def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The runs of an experiment by name, seed by seed."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("*.json")):
-        run = json.loads(file.read_text(encoding="utf-8"))
+        run = read(str(file))
         runs.setdefault(run["run"], []).append(run)
     return runs
 
@@ -67,13 +71,7 @@ def perplexities(folder: str, rows: Mapping[str, str], *, full: bool = False, pa
 def accuracies() -> str:
     """Average accuracy on Alpaca's eight tasks, in percent, and differences in points with their standard errors."""
     runs = read_runs(ROOT / "alpaca" / "runs")
-    rows: Rows = []
-    for label, name in ALPACA.items():
-        cells = []
-        for width in WIDTHS:
-            values = [run["widths"][width]["average"]["acc"] for run in runs[name] if width in run["widths"]]
-            cells.append(f"{100 * statistics.mean(values):.2f}" if values else "")
-        rows.append((label, cells))
+    rows = _alpaca_rows(runs, lambda measured: 100 * measured["average"]["acc"], 2)
     for label, other in {"`fp16`": "fp16+prompts", "`fixed`": "fixed+prompts"}.items():
         apart = [difference(runs["tiers"], runs[other], width, list(TASKS)) for width in WIDTHS]
         rows.append((f"`tiers` less {label}, prompts learned by both", [_points(each, 0) for each in apart]))
@@ -86,21 +84,25 @@ def _points(found: tuple[float, float | None] | None, part: int) -> str:
     return "" if value is None else f"{100 * value:.2f}" if part else f"{100 * value:+.2f}"
 
 
-def completions() -> str:
-    runs = read_runs(ROOT / "alpaca" / "runs")
+def _alpaca_rows(
+    runs: Mapping[str, list[dict[str, Any]]], figure: Callable[[dict[str, Any]], float], digits: int
+) -> Rows:
+    """A row for each kind of run: the mean of a figure at each width that was measured."""
     rows: Rows = []
     for label, name in ALPACA.items():
-        values = {
-            width: [run["widths"][width]["perplexity"] for run in runs[name] if width in run["widths"]]
-            for width in WIDTHS
-        }
-        rows.append((label, [f"{statistics.mean(of):.3f}" if of else "" for of in values.values()]))
+        values = [[figure(run["widths"][width]) for run in runs[name] if width in run["widths"]] for width in WIDTHS]
+        rows.append((label, [f"{statistics.mean(of):.{digits}f}" if of else "" for of in values]))
+    return rows
+
+
+def completions() -> str:
+    rows = _alpaca_rows(read_runs(ROOT / "alpaca" / "runs"), lambda measured: measured["perplexity"], 3)
     return markdown(["perplexity of held-back completions", *WIDTHS], rows)
 
 
 def formats(file: str, table: str, rows: Mapping[str, tuple[str, ...]], head: Iterable[str]) -> str:
     """Rows of a result of `experiments.format`, each with the label and further cells before the figures."""
-    lines = json.loads((ROOT / "format" / file).read_text(encoding="utf-8"))["tables"][table]
+    lines = read("format", file)["tables"][table]
     cells = {name: [f"{lines[name][width]:.2f}" for width in WIDTHS] for name in rows}
     return markdown([*head, *WIDTHS], [(label[0], [*label[1:], *cells[name]]) for name, label in rows.items()])
 
@@ -129,7 +131,7 @@ def ingredients() -> str:
 
 def fitting() -> str:
     """One row for each kind of fit."""
-    fits = json.loads((ROOT / "fitting" / "h200.json").read_text(encoding="utf-8"))["fits"]
+    fits = read("fitting", "h200.json")["fits"]
     head = ["share of the run", "step", "pull", "E5M8", "E5M5", "E5M4", "E5M3"]
     rows: Rows = []
     for fit in sorted(fits, key=lambda fit: tuple(fit["constants"].values())):
@@ -140,7 +142,7 @@ def fitting() -> str:
 
 def bits(name: str) -> str:
     """Bits and perplexity of every file that was made, the most bits first."""
-    result = json.loads((ROOT / "bits_per_weight" / f"{name}.json").read_text(encoding="utf-8"))
+    result = read("bits_per_weight", f"{name}.json")
     helped = {kind: entry for kind, entry in result["llama.cpp"].items() if kind.endswith(IMPORTANCE)}
     made = [(f"**{width}**", entry, "") for width, entry in result["otaro"].items()]
     for kind, entry in result["llama.cpp"].items():
@@ -171,7 +173,7 @@ def error_widths() -> str:
 
 def error_rules() -> str:
     """Perplexities by the errors that decide."""
-    result = json.loads((ROOT / "error_width" / "rules.json").read_text(encoding="utf-8"))
+    result = read("error_width", "rules.json")
     rows: Rows = []
     for state, texts in result["perplexity"].items():
         for text, rules in texts.items():
@@ -182,7 +184,7 @@ def error_rules() -> str:
 
 
 def cosines() -> str:
-    result = json.loads((ROOT / "gradient_cosine" / "smollm2.json").read_text(encoding="utf-8"))
+    result = read("gradient_cosine", "smollm2.json")
     names = ["full", *WIDTHS]
     rows = [
         (name, [f"{value:.3f}" for value in line]) for name, line in zip(names, result["model_cosine"], strict=True)
@@ -338,7 +340,7 @@ def draw_bits() -> None:
 
     figure = Figure(figsize=(max(8.0, 5.5 * len(BITS)), 4.5), layout="constrained")
     for axes, (name, model) in zip(figure.subplots(1, len(BITS), squeeze=False)[0], BITS.items(), strict=True):
-        result = json.loads((ROOT / "bits_per_weight" / f"{name}.json").read_text(encoding="utf-8"))
+        result = read("bits_per_weight", f"{name}.json")
         whole = result["llama.cpp"].pop("F16")["perplexity"]
         lines = {
             "otaro: one folder, read at six precisions": (result["otaro"], "C0", "o"),

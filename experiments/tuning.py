@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -137,7 +136,7 @@ def tune(model: Any, blocks: Dataset[Any], name: str, seed: int, **options: Any)
         "learning_rate": trainer.args.learning_rate,
         "passes": {str(width): count for width, count in trainer.selector.counts.items()},
         "unsettled_groups": trainer.unsettled,
-        "held_back": 0 if trainer.held_out is None else len(trainer.held_out),
+        "held_back": len(trainer.held_out or ()),
         "kept_update": trainer.watch.update if trainer.watch.ended else trainer.state.global_step,
     }
 
@@ -225,5 +224,15 @@ def run_all(
             print(name, seed, {width: round(value, 3) for width, value in record["perplexity"].items()}, flush=True)
 
 
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+def main(
+    script: str,
+    about: str | None,
+    runs: Sequence[str],
+    load: Callable[[str], Any] = common.load_model,
+    measure: Callable[[OtaroTrainer, Tensor, int], dict[str, Any]] | None = None,
+    **defaults: Any,
+) -> None:
+    """What a script of runs does: `script` is its file, `about` what it says of itself."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, runs, **defaults)
+    run_all(parser.parse_args(), Path(script).parent, load, measure)

@@ -29,8 +29,7 @@ from otaro.tune import report
 from otaro.tune.callbacks import losses_by_width
 from otaro.tune.command import measure_before
 from otaro.tune.data import load_blocks
-from otaro.tune.resume import checkpoints, last_complete
-from otaro.tune.writing import writing
+from otaro.tune.resume import checkpoints, last_complete, writing
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "tuning.md"
 RESULTS = ("model.safetensors", "tune.jsonl", "tune.json")
@@ -430,16 +429,16 @@ def test_a_disk_that_is_full(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
-def test_what_each_library_says_of_a_full_disk() -> None:
+def test_what_each_library_says_of_a_full_disk(tmp_path: Path) -> None:
     for save, reason in (
         (lambda: Path("/dev/full").write_text("text"), "No space left on device"),
         (lambda: byte_tokenizer().backend_tokenizer.save("/dev/full"), "No space left on device"),
         (lambda: torch.save({"weight": torch.zeros(9999)}, "/dev/full"), "the disk may be full"),
     ):
-        expected = f"^model could not be written: {reason}: make room$"
-        with pytest.raises(OtaroError, match=expected), writing(Path("model"), lambda: "make room"):
+        expected = f"^model could not be written: {reason}: free some space, then start again$"
+        with pytest.raises(OtaroError, match=expected), writing(Path("model"), tmp_path):
             save()
-    with pytest.raises(RuntimeError, match="shapes"), writing(Path("model"), lambda: "make room"):
+    with pytest.raises(RuntimeError, match="shapes"), writing(Path("model"), tmp_path):
         raise RuntimeError("shapes do not match")
 
 

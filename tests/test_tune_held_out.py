@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,7 @@ def test_a_watch_keeps_the_lowest() -> None:
         *(True, True, False, True, False, False)
     ]
     assert (watch.loss, watch.update, watch.worse) == (3.0, 4, 2)
-    other = Watch()
-    other.load_state_dict(json.loads(json.dumps(watch.state_dict())))
-    assert other == watch
+    assert Watch(**json.loads(json.dumps(asdict(watch)))) == watch
 
 
 def test_the_running_mean_is_as_old_as_that_over_the_last_share() -> None:

@@ -19,6 +19,7 @@ from otaro.nn import FakeSefpEmbedding, FakeSefpLinear
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.sefp import Format, Tiers
+from otaro.tune.callbacks import LOG_NAME, read_log
 from otaro.tune.data import IGNORED, Collator
 from otaro.tune.distillation import divergence
 from otaro.tune.finishing import fitting_updates, without_dropout
@@ -489,7 +490,14 @@ def test_a_trainer_tunes_once(tmp_path: Path) -> None:
 
 def test_too_many_tiers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OtaroError, match="at most 2"):
-        arguments(tmp_path, method="tiers", tiers="E5M5,E5M4,E5M3")
+        arguments(tmp_path, method="tiers", ultra_low="E5M5,E5M4,E5M3")
+
+
+def test_ultra_low_widths_are_those_with_tiers(tmp_path: Path) -> None:
+    run = trainer(tmp_path, method="tiers", ultra_low="E5M3", max_steps=2)
+    run.train()
+    assert read_log(tmp_path / LOG_NAME)[-1]["tiers"].keys() == {"E5M3"}
+    assert len(arguments(tmp_path, method="otaro", ultra_low="E5M5,E5M4,E5M3").ultra_low_widths) == 3
 
 
 def test_weights_that_stay_as_they_are_are_refused(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_two_processes_have_the_gradients_of_one() -> None:
         losses.append([])
         for index in range(count):
             batch = {"input_ids": ids[index::count], "labels": ids[index::count]}
-            processes = Processes(count, index, lambda value: value * count)  # noqa: B023
+            processes = Processes(count, lambda value: value * count)  # noqa: B023
             losses[-1].append(compute_gradients(model, [batch], M3, Refresher(model), processes=processes))
         gradients.append([parameter.grad / count for parameter in model.parameters()])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)

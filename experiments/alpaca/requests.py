@@ -4,7 +4,7 @@
     python -m experiments.alpaca.requests --model smollm2 --tasks-from DIR --out zeroshot.npz --limit 100
 
 lm-eval builds the requests and its HFLM makes tokens of them, so contexts, continuations and special tokens are what
-lm-eval would run; nothing is run here. `experiments.alpaca.score` scores the file.
+lm-eval would run; nothing is run here. `experiments.alpaca.run` scores the file.
 """
 
 from __future__ import annotations

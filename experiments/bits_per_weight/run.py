@@ -29,7 +29,6 @@ import torch
 
 import otaro
 from experiments import common
-from otaro.evaluate.perplexity import perplexity
 from otaro.json_file import write_json
 from otaro.precision import Precision
 from otaro.sources import open_source
@@ -69,11 +68,6 @@ def bits_of(file: Path) -> float:
     return 8 * sum(int(tensor.n_bytes) for tensor in matrices) / sum(int(tensor.n_elements) for tensor in matrices)
 
 
-def measure(model: torch.nn.Module, tokens: torch.Tensor, window: int) -> dict[str, float]:
-    found = perplexity(model, tokens, window=window, batch_size=4)
-    return {"perplexity": found.perplexity}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tuned", type=Path, required=True)
@@ -98,7 +92,7 @@ def main() -> None:
     }
 
     def add(group: str, name: str, bits: float, model: torch.nn.Module) -> None:
-        result[group][name] = {"bits": round(bits, 4), **measure(model, tokens, window)}
+        result[group][name] = {"bits": round(bits, 4), "perplexity": common.perplexity(model, tokens, window, 4)}
         print(f"{group:10s} {name:18s} {bits:6.3f} bits  {result[group][name]['perplexity']:8.4f}", flush=True)
         write_json(result, arguments.out)
 

@@ -10,9 +10,6 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 from experiments import tuning
 
 NARROW = ("fixed-E5M4", "fixed-E5M3")
@@ -22,6 +19,4 @@ RUNS = (
 )
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tuning.add_arguments(parser, RUNS, tokens=80_000, steps=312, batch=8, length=128, window=512)
-    tuning.run_all(parser.parse_args(), Path(__file__).parent)
+    tuning.main(__file__, __doc__, RUNS, tokens=80_000, steps=312, batch=8, length=128, window=512)

@@ -19,13 +19,13 @@ import torch
 
 from experiments import common, tuning
 from otaro.json_file import write_json
-from otaro.nn import FakeSefp
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.tune import finishing, report
 from otaro.tune import trainer as trainers
 from otaro.tune.data import text_blocks
 from otaro.tune.recipe import RECIPES
+from otaro.tune.tiers import drop_tiers
 
 WIDTHS = (Precision.E5M8, Precision.E5M5, Precision.E5M4, Precision.E5M3)
 FITS: tuple[dict[str, float], ...] = (
@@ -42,9 +42,7 @@ def start_again(trainer: Any, weights: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, weight in trainer.model.named_parameters():
             weight.copy_(weights[name])
-    for module in trainer.model.modules():
-        if isinstance(module, FakeSefp):
-            module.__dict__.update(scales={}, settled=False)
+    drop_tiers(trainer.model)
     trainer.weights, trainer.done = Refresher(trainer.model, trainer.weights.dtype), False
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from experiments import common
-from otaro import ops, sefp
+from otaro import convert, ops, sefp
 from otaro.json_file import write_json
-from otaro.precision import WIDEST, Precision
+from otaro.precision import NARROWEST, WIDEST, Precision
 from otaro.sefp import Format
 
 Quantizer = Callable[[Tensor, Precision], Tensor]
@@ -115,26 +115,14 @@ def rows() -> Iterator[Row]:
 def targets(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """The weights of linear layers, and those of embeddings and head (once where they are tied)."""
     linear, embedding = {}, {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and "lm_head" in name):
-            embedding[name] = module.weight
-        elif isinstance(module, nn.Linear):
-            linear[name] = module.weight
-    return linear, {name: weight for name, weight in embedding.items() if name in dict(_unique(embedding))}
-
-
-def _unique(weights: dict[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
-    seen: set[int] = set()
-    for name, weight in weights.items():
-        if id(weight) not in seen:
-            seen.add(id(weight))
-            yield name, weight
+    for name, target in convert.find_targets(model).items():
+        (linear if target.floor == NARROWEST else embedding)[name] = model.get_parameter(name)
+    return linear, embedding
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 holds every value but some of E5M8 to the bit
-    model = common.load_model(arguments.model, device)
+    model = common.load_model(arguments.model)
     tokens = common.tokens_of(Path(arguments.text), arguments.model)
     widths = list(Precision)
     if arguments.quick:

@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 
 from experiments import analysis, common
+from otaro.evaluate.results import Width, width_name
 from otaro.precision import Precision
 
-WIDTHS: list[analysis.Width] = [None, *Precision]
-NAMES = [analysis.name_of(width) for width in WIDTHS]
+WIDTHS: list[Width] = [None, *Precision]
+NAMES = [width_name(width) for width in WIDTHS]
 PAIRS = [(a, b) for a in range(len(WIDTHS)) for b in range(a + 1, len(WIDTHS))]
 
 

@@ -39,6 +39,7 @@ from torch import Tensor
 from experiments import analysis, common
 from experiments.gradient_noise.perturbation import Sample, last_down, perturbation, weighted
 from otaro import ops
+from otaro.evaluate.results import Width
 from otaro.precision import Precision
 
 MODES = ("still", "sgd", "adamw")
@@ -47,7 +48,7 @@ SHOWN = ("model", "last down projection")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    widths: list[analysis.Width] = [None, *Precision]
+    widths: list[Width] = [None, *Precision]
     if arguments.quick:
         arguments.batches, arguments.batch, arguments.length, arguments.modes = 4, 1, 64, "still,adamw"
         widths = [None, Precision.E5M8, Precision.E5M4, Precision.E5M3]
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure(
     gradients: analysis.Gradients,
     batches: analysis.Batches,
-    widths: list[analysis.Width],
+    widths: list[Width],
     mode: str,
     sample: Sample | None,
     device: torch.device,

@@ -11,8 +11,6 @@ those it makes at full precision.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +48,10 @@ def upcycled(model: Any, noise: float = 0.02, seed: int = 0) -> Any:
             layer.mlp.gate.weight.copy_(0.05 * torch.randn(layer.mlp.gate.weight.shape, generator=generator))
     assert all(".mlp." in name for name in (*found.missing_keys, *found.unexpected_keys)), found
     return mixture
+
+
+def load(model: str) -> Any:
+    return upcycled(common.load_model(model, torch.device("cpu"))).to(common.device())
 
 
 class Choices:
@@ -93,11 +95,4 @@ def measure(trainer: OtaroTrainer, tokens: Tensor, window: int) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tuning.add_arguments(parser, RUNS, length=128, window=512, learning_rate=3e-3)
-    tuning.run_all(
-        parser.parse_args(),
-        Path(__file__).parent,
-        lambda model: upcycled(common.load_model(model, torch.device("cpu"))).to(common.device()),
-        measure,
-    )
+    tuning.main(__file__, __doc__, RUNS, load, measure, length=128, window=512, learning_rate=3e-3)

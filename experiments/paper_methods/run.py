@@ -5,9 +5,6 @@ python -m experiments.paper_methods.run --train wiki.train.tokens --test wiki.te
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 from experiments import tuning
 
 RUNS = (
@@ -17,6 +14,4 @@ RUNS = (
 )
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tuning.add_arguments(parser, RUNS)
-    tuning.run_all(parser.parse_args(), Path(__file__).parent)
+    tuning.main(__file__, __doc__, RUNS)

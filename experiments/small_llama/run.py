@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from experiments import common
+
 
 def build(vocabulary: int, hidden: int, layers: int, context: int, inner: int | None = None) -> LlamaForCausalLM:
     torch.manual_seed(0)
@@ -78,7 +80,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = common.device()
     tokens = torch.from_numpy(np.load(arguments.train)).long().to(device)
     model = build(arguments.vocabulary, arguments.hidden, arguments.layers, 2048, arguments.inner).to(device)
     started = time.perf_counter()

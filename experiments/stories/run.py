@@ -7,9 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 from experiments import tuning
 
 FIXED = ("fixed-E5M4", "fixed-E5M3")
@@ -19,6 +16,4 @@ RUNS = (
 )
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tuning.add_arguments(parser, RUNS, length=128, window=512, learning_rate=3e-3)
-    tuning.run_all(parser.parse_args(), Path(__file__).parent)
+    tuning.main(__file__, __doc__, RUNS, length=128, window=512, learning_rate=3e-3)

@@ -6,15 +6,10 @@ python -m experiments.wikitext.run --train wiki.train.tokens --test wiki.test.to
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 from experiments import tuning
 from otaro.precision import Precision
 
 RUNS = ("untuned", "fp16", "fp16+averaged", *(f"fixed-{width}" for width in Precision), "tiers")
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tuning.add_arguments(parser, RUNS)
-    tuning.run_all(parser.parse_args(), Path(__file__).parent)
+    tuning.main(__file__, __doc__, RUNS)

@@ -119,18 +119,7 @@ def _tune(out: Path, text: Path) -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    command.run(
-        MODEL,
-        out,
-        args,
-        [str(text)],
-        sequence_length=SEQUENCE,
-        padded=False,
-        lora=None,
-        eval_text=None,
-        eval_windows=1,
-        resume=False,
-    )
+    command.run(MODEL, out, args, [str(text)], sequence_length=SEQUENCE)
 
 
 def _answer(folder: Path) -> dict[Precision, float]:

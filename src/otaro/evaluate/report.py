@@ -31,14 +31,14 @@ def table(rows: Sequence[Row], *, before: Mapping[Precision, float] | None = Non
             str(row.precision),
             f"{row.bits_per_weight:.2f}",
             size_text(row.size),
-            *([] if before is None else [_perplexity_text(before[row.precision])]),
-            _perplexity_text(row.perplexity),
+            *([] if before is None else [perplexity_text(before[row.precision])]),
+            perplexity_text(row.perplexity),
             f"{row.tokens_per_second:.1f}",
         )
     return result
 
 
-def _perplexity_text(perplexity: float) -> str:
+def perplexity_text(perplexity: float) -> str:
     return f"{perplexity:.3f}" if perplexity < 1e5 else f"{perplexity:.3g}"
 
 
@@ -61,7 +61,7 @@ def _cost_table(evaluation: Evaluation) -> ResultTable:
         row += ["", ""] if cost is None else [f"{cost.bits_per_weight:.2f}", size_text(cost.size)]
         if evaluation.text:
             text = evaluation.text[width]
-            row.append(_perplexity_text(text.perplexity))
+            row.append(perplexity_text(text.perplexity))
             if compared:
                 alone = width == subject.reference
                 row += ["", ""] if alone else [f"{text.divergence:.4g}", percent(text.same_token)]

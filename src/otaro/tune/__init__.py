@@ -1,9 +1,4 @@
-"""Once tuning: one run that makes a model hold up at every precision.
-
-`selector` says at which width an update is computed, `update` computes its gradients, `recipe` holds the constants,
-`config` the settings, `trainer` is the loop on transformers' Trainer, `data` reads text and conversations, `command` is
-``otaro tune``.
-"""
+"""Once tuning: one run that makes a model hold up at every precision. docs/architecture.md says what lies where."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,5 @@
 """Weight averaging: the result of a run is the mean of its weights over its end.
 
-Weights that go on moving around a good place have it as their mean, and are nearer to it by that than by coming to
-rest. So the learning rate of weights that are averaged does not fall to whatever the schedule ends with, but to a share
-of its highest value (:func:`limit_decay`).
-
 The mean lies in the optimizer's state beside each parameter's own entries, so that checkpoints have it, sharded or
 not: :func:`reserve` makes room when the optimizer first steps, :func:`add_weights` takes the weights in after an
 update, :func:`use_average` puts the mean in their place. Which updates are taken in follows from their number alone.
@@ -14,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from otaro.tune.tiers import local
 
 AVERAGE = "average"
 """The entry of a parameter's state."""
@@ -74,13 +70,12 @@ def reserve(optimizer: Optimizer, entries: Sequence[str] = (AVERAGE,)) -> None:
 
 def limit_decay(scheduler: Any, warm_up: int, final: float) -> None:
     """Let the learning rate fall no further than to `final` of the highest, once the warm-up is over."""
+
+    def limited(factor: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda update: factor(update) if update < warm_up else final + (1 - final) * factor(update)
+
     if isinstance(scheduler, LambdaLR):
-        scheduler.lr_lambdas = [partial(_limited, factor, warm_up, final) for factor in scheduler.lr_lambdas]
-
-
-def _limited(factor: Callable[[int], float], warm_up: int, final: float, update: int) -> float:
-    scheduled = factor(update)
-    return scheduled if update < warm_up else final + (1 - final) * scheduled
+        scheduler.lr_lambdas = [limited(factor) for factor in scheduler.lr_lambdas]
 
 
 def _both(optimizer: Optimizer, entry: str = AVERAGE) -> Iterator[tuple[Tensor, Tensor]]:
@@ -89,11 +84,7 @@ def _both(optimizer: Optimizer, entry: str = AVERAGE) -> Iterator[tuple[Tensor, 
         for parameter in group["params"]:
             average = optimizer.state.get(parameter, {}).get(entry)
             if average is not None:
-                weight = parameter.detach()
-                yield (
-                    average.to_local() if isinstance(average, DTensor) else average,
-                    weight.to_local() if isinstance(weight, DTensor) else weight,
-                )
+                yield local(average), local(parameter.detach())
 
 
 @torch.no_grad()

@@ -1,18 +1,15 @@
 """The command ``otaro tune``: from a model and some data to one model that is good at every width.
 
-While it runs everything lies in a folder beside the result, OUT.tuning: checkpoints, the log and what was measured
-before. A run that is stopped or killed goes on from there with --resume; when it is done the result is written at once
-and that folder is deleted.
+While it runs everything lies in a folder beside the result, OUT.tuning, from which --resume goes on; when it is done
+the result is written at once and that folder is deleted.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +17,8 @@ import typer
 
 from otaro.console import decode_text, note, progress_bar, results
 from otaro.errors import OtaroError
+from otaro.json_file import read_json, write_json
+from otaro.partial import refuse_existing
 from otaro.precision import Precision
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 EXIT_STOPPED = 130
 EXAMPLE = "Example: otaro tune smollm2 smollm2-tuned --data book.txt --steps 200 --eval-text chapter.txt"
 REPORT_NAME, PLOT_NAME, BEFORE_NAME = "tune.json", "tune.png", "before.json"
-MEASURED_WINDOWS = 64
-DEFAULT_STEPS_BETWEEN_CHECKPOINTS = 100
 
 
 def tune(
@@ -45,14 +42,13 @@ def tune(
         list[str],
         typer.Option(metavar="DATA", help="Text, JSONL, a folder or a hub data set; may be given several times."),
     ],
-    recipe: Annotated[str, typer.Option(help="Where settings come from: default, or paper for the paper's own.")] = (
-        "default"
-    ),
+    recipe: Annotated[str, typer.Option(help="Where settings come from: default, or the paper's: paper.")] = "default",
     method: Annotated[
-        str | None,
-        typer.Option(help="otaro, bps, uniform, tiers, fixed:E5M8 … fixed:E5M3, or fp16; the recipe's if left out."),
+        str | None, typer.Option(help="otaro, bps, uniform, tiers, fp16, or fixed:E5M8 … fixed:E5M3.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Updates to make; overrides --epochs.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Updates; overrides --epochs. With tiers, a third as many then fit them.")
+    ] = None,
     epochs: Annotated[float, typer.Option(min=0.001, help="Times to go through the data.")] = 1.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per process that are computed at once.")] = 8,
     gradient_accumulation: Annotated[int, typer.Option(min=1, help="Batches that make one update.")] = 1,
@@ -63,35 +59,24 @@ def tune(
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Left out: the recipe's, for the size of the model and of an update.")
     ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="adamw_torch, sgd or another of transformers' names; the recipe's if left out.")
-    ] = None,
-    widths: Annotated[
-        str | None, typer.Option(help="The widths to tune for: 'all', or names with commas between.")
-    ] = None,
-    scheme: Annotated[
-        str | None, typer.Option(help="How weights are rounded, as in otaro pack; the recipe's if left out.")
-    ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(help="Weights that share a scale, as in otaro pack; the recipe's if left out.")
-    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw_torch, sgd or another of transformers' names.")] = None,
+    widths: Annotated[str | None, typer.Option(help="The widths to tune for: 'all', or names with commas.")] = None,
+    scheme: Annotated[str | None, typer.Option(help="How weights are rounded, as in otaro pack.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale, as in otaro pack.")] = None,
     embedding_floor: Annotated[
         str | None, typer.Option(metavar="PRECISION", help="The floor of embeddings and head, as in otaro pack.")
     ] = None,
-    exploration: Annotated[float | None, typer.Option(help="λ of BPS; the recipe's if left out.")] = None,
-    delay: Annotated[int | None, typer.Option(min=1, help="N of LAA; the recipe's if left out.")] = None,
-    delay_apply: Annotated[
-        str | None, typer.Option(help="Apply held gradients as their sum or mean; the recipe's if left out.")
-    ] = None,
+    exploration: Annotated[float | None, typer.Option(help="λ of BPS.")] = None,
+    delay: Annotated[int | None, typer.Option(min=1, help="N of LAA.")] = None,
+    delay_apply: Annotated[str | None, typer.Option(help="Apply held gradients as their sum or mean.")] = None,
     ultra_low: Annotated[
-        str | None, typer.Option(help="The widths whose gradients are held back; the recipe's if left out.")
+        str | None, typer.Option(help="The widths whose gradients LAA holds back, or that tiers are fitted for.")
     ] = None,
     completion_only: Annotated[
         bool | None,
         typer.Option(
-            "--completion-only/--no-completion-only",
             help="Learn the answers of instructions and conversations only, not the prompts too. Left out: the "
-            "recipe's with tiers, the answers only with other methods.",
+            "recipe's with tiers, the answers only with other methods."
         ),
     ] = None,
     average: Annotated[
@@ -113,8 +98,7 @@ def tune(
         ),
     ] = None,
     fit_only: Annotated[
-        bool,
-        typer.Option("--fit-only", help="Tune nothing, only fit E5M4 and E5M3 to the weights as they are."),
+        bool, typer.Option("--fit-only", help="Tune nothing, only fit E5M4 and E5M3 to the weights as they are.")
     ] = False,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
@@ -127,12 +111,8 @@ def tune(
     eval_text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measure perplexity on this text before and after.")
     ] = None,
-    eval_windows: Annotated[
-        int, typer.Option(min=1, help="Measure on at most this many windows of the text.")
-    ] = MEASURED_WINDOWS,
-    save_steps: Annotated[
-        int, typer.Option(min=1, help="Updates between checkpoints.")
-    ] = DEFAULT_STEPS_BETWEEN_CHECKPOINTS,
+    eval_windows: Annotated[int, typer.Option(min=1, help="Measure on at most this many windows of the text.")] = 64,
+    save_steps: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 100,
     early_stopping: Annotated[
         int | None,
         typer.Option(
@@ -149,17 +129,18 @@ def tune(
     report_to: Annotated[str, typer.Option(help="Also report to tensorboard, wandb or another such tool.")] = "none",
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
     compile: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile/--no-compile", help="Compile the model, which the first updates wait for. Left out: on a GPU."
-        ),
+        bool | None, typer.Option(help="Compile the model, which the first updates wait for. Left out: on a GPU.")
     ] = None,
 ) -> None:
-    """Tune a model once, so that it is good at every precision."""
+    """Tune a model once, so that it is good at every precision.
+
+    What is left out and has no default here is the recipe's.
+    """
+    given = {**locals(), "optim": optimizer}  # options by their names
     import torch
 
     from otaro.tune.config import TuneArguments
-    from otaro.tune.recipe import find_recipe, settings
+    from otaro.tune.recipe import SETTINGS, find_recipe, settings
 
     work = out.with_name(f"{out.name}.tuning")
     if resume and (updates := finished_updates(out)) is not None:
@@ -167,8 +148,7 @@ def tune(
             shutil.rmtree(work, ignore_errors=True)  # of a run that was killed while it cleared up
             note(f"{out} holds the finished run of {updates} updates: nothing is left to do")
         return
-    if out.exists():
-        raise OtaroError(f"{out} exists already: choose another name or delete it first")
+    refuse_existing(out)
     decode_text(os.fsencode(out), "the name of the folder to write")
     if not out.absolute().parent.is_dir():
         raise OtaroError(f"{out.absolute().parent} is not a folder: create it first")
@@ -176,39 +156,17 @@ def tune(
         raise OtaroError("early stopping watches the loss on a text: give it with --eval-text")
     if early_stopping is not None and average:
         raise OtaroError("early stopping keeps the best checkpoint, not an average: leave --average out")
-    options: dict[str, Any] = {
-        "method": method,
-        "learning_rate": learning_rate,
-        "optim": optimizer,
-        "widths": widths,
-        "scheme": scheme,
-        "group_size": group_size,
-        "exploration": exploration,
-        "delay": delay,
-        "delay_apply": delay_apply,
-        "ultra_low": ultra_low,
-        "completion_only": completion_only,
-        "average": average,
-        "held_back": held_back,
-        "embedding_floor": embedding_floor,
-    }
-    tuning = {
-        "--learning-rate": learning_rate,
-        "--optimizer": optimizer,
-        "--average": average,
-        "--held-back": held_back,
-        "--lora": lora,
-    }
-    if fit_only and (given := [name for name, value in tuning.items() if value is not None]):
-        raise OtaroError(f"{given[0]} has no meaning where tiers are only fitted: leave it or --fit-only out")
-    options = {name: value for name, value in options.items() if value is not None}
+    for name in ("learning_rate", "optimizer", "average", "held_back", "lora"):
+        if fit_only and given[name] is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise OtaroError(f"{option} has no meaning where tiers are only fitted: leave it or --fit-only out")
+    options: dict[str, Any] = {name: given[name] for name in SETTINGS if given.get(name) is not None}
     constants = find_recipe(recipe)
-    if method is None and constants.method == "tiers" and not fit_only:
-        chosen = scheme or constants.scheme
-        if chosen != "nested":
-            options["method"] = "bps"
-            if _is_first():
-                note(f"the scheme {chosen} has no tiers, so the method is bps")
+    chosen = scheme or constants.scheme
+    if method is None and constants.method == "tiers" and chosen != "nested" and not fit_only:
+        options["method"] = "bps"
+        if _is_first():
+            note(f"the scheme {chosen} has no tiers, so the method is bps")
     args = TuneArguments(
         **settings(recipe, **options, fit_only=fit_only, load_best_model_at_end=early_stopping is not None),
         output_dir=str(work),
@@ -233,20 +191,9 @@ def tune(
         use_cpu=cpu or not torch.accelerator.is_available(),
         compile=compile,
     )
-    text = None if eval_text is None else eval_text.read_bytes()
-    run(
-        model,
-        out,
-        args,
-        data,
-        sequence_length=sequence_length,
-        padded=padded,
-        lora=lora,
-        eval_text=None if text is None else (str(eval_text), text),
-        eval_windows=eval_windows,
-        early_stopping=early_stopping,
-        resume=resume,
-    )
+    text = None if eval_text is None else (str(eval_text), decode_text(eval_text.read_bytes(), str(eval_text)))
+    shared = ("sequence_length", "padded", "lora", "eval_windows", "early_stopping", "resume")
+    run(model, out, args, data, eval_text=text, **{name: given[name] for name in shared})
     if _is_first():
         note(f"The tuned model is in {out}: pack it with otaro pack {out} {out}-packed{pack_options(args)}")
 
@@ -254,11 +201,9 @@ def tune(
 def finished_updates(out: Path) -> int | None:
     """How many updates made the model in a folder; None where no run has ended there."""
     try:
-        figures = json.loads((out / REPORT_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return int(read_json(out / REPORT_NAME)["updates"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    updates = figures.get("updates") if isinstance(figures, dict) else None
-    return updates if isinstance(updates, int) else None
 
 
 def _is_first() -> bool:
@@ -273,29 +218,28 @@ def run(
     data: list[str],
     *,
     sequence_length: int,
-    padded: bool,
-    lora: int | None,
-    eval_text: tuple[str, bytes] | None,
-    eval_windows: int,
-    resume: bool,
+    padded: bool = False,
+    lora: int | None = None,
+    eval_text: tuple[str, str] | None = None,
+    eval_windows: int = 64,
+    resume: bool = False,
     early_stopping: int | None = None,
 ) -> None:
-    """Tune, measure and write; `args` says where checkpoints go."""
+    """Tune, measure and write; `args` says where checkpoints go. `eval_text` is a file's name and what it holds."""
     import torch
     from transformers import EarlyStoppingCallback
 
-    from otaro.json_file import write_json
+    from otaro.evaluate.perplexity import text_tokens
     from otaro.model_config import check_tokens, context_length
     from otaro.sources import open_source
     from otaro.sources.loading import load_model, source_tokenizer
     from otaro.tune import report
     from otaro.tune.callbacks import LOG_NAME, read_log
-    from otaro.tune.data import load_blocks, make_collator, text_blocks
+    from otaro.tune.data import Layout, load_blocks, text_blocks
     from otaro.tune.model import add_adapters, has_adapters, merge_adapters, save_model
-    from otaro.tune.resume import how_to_go_on, last_complete
+    from otaro.tune.resume import last_complete, writing
     from otaro.tune.tiers import without_tiers
     from otaro.tune.trainer import OtaroTrainer
-    from otaro.tune.writing import writing
 
     work = Path(args.output_dir)
     checkpoint = last_complete(work)
@@ -306,8 +250,8 @@ def run(
     first = _is_first()
     with open_source(model) as source, progress_bar() if first else nullcontext(_silence) as progress:
         tokenizer = source_tokenizer(source)
-        layout: Any = "padded" if padded else "packed"
         longest = context_length(source.model)
+        layout: Layout = "padded" if padded else "packed"
         blocks = load_blocks(data, tokenizer, sequence_length, longest=longest, layout=layout)
         check_tokens(source.model, blocks.highest)
         network = load_model(source, progress)
@@ -316,19 +260,21 @@ def run(
         if lora is not None:
             torch.manual_seed(args.seed)  # what adapters begin with
             network = add_adapters(network, args.format, args.floor, rank=lora)
-        measured = None if eval_text is None else eval_tokens(tokenizer, eval_text, sequence_length, eval_windows)
+        measured = None
+        if eval_text is not None:
+            name, text = eval_text
+            measured = text_tokens(tokenizer, text, sequence_length, name)[: sequence_length * eval_windows]
         trainer = OtaroTrainer(
             network,
             args,
             progress=progress,
             train_dataset=blocks,
             eval_dataset=None if measured is None else text_blocks(measured, sequence_length),
-            data_collator=make_collator(tokenizer),
             processing_class=tokenizer,
             callbacks=[] if early_stopping is None else [EarlyStoppingCallback(early_stopping)],
         )
-        left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""
         if first:
+            left_out = f", {blocks.left_out} left out for want of an answer" if blocks.left_out else ""
             asked = ", prompts learned too" if blocks.prompt_tokens and not args.completion_only else ""
             rate = "" if args.fit_only else f", learning rate {trainer.args.learning_rate:.3g}"
             note(f"{len(blocks)} sequences, {blocks.tokens} tokens{asked}{left_out}{rate}")
@@ -346,14 +292,11 @@ def run(
         if first and watch.ended:
             note(f"best on the sequences held back after update {watch.update}: those weights are kept")
         kept = trainer.state.best_global_step if early_stopping else trainer.state.global_step
-        widths = list(Precision)
-        state = None
-        if trainer.is_fsdp_enabled:
-            state = without_tiers(trainer.accelerator.get_state_dict(trainer.model))
+        state = without_tiers(trainer.accelerator.get_state_dict(trainer.model)) if trainer.is_fsdp_enabled else None
         final = trainer.accelerator.unwrap_model(trainer.model)
         if has_adapters(final):
             final = trainer.model = merge_adapters(final)
-        after = {} if measured is None else report.measure(trainer, measured, widths, sequence_length, progress)
+        after = {} if measured is None else report.measure(trainer, measured, [*Precision], sequence_length, progress)
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():
             log = read_log(work / LOG_NAME)
@@ -365,7 +308,7 @@ def run(
                 "updates": trainer.state.max_steps if args.fit_only else trainer.state.global_step,
                 "fit_only": args.fit_only,
                 "kept_update": watch.update if watch.ended else kept,
-                "held_back": 0 if trainer.held_out is None else len(trainer.held_out),
+                "held_back": len(trainer.held_out or ()),
                 "averaged_updates": trainer.averaged,
                 "unsettled_groups": trainer.unsettled,
                 "tokens": blocks.tokens,
@@ -373,7 +316,7 @@ def run(
                 "perplexity_after": report.finite(after),
                 "batches": {str(width): count for width, count in trainer.selector.counts.items()},
             }
-            with writing(out, partial(how_to_go_on, work)):
+            with writing(out, work):
                 write_json(figures, work / REPORT_NAME)
                 extras = [work / LOG_NAME, work / REPORT_NAME]
                 if report.write_plot(log, before, after, work / PLOT_NAME):
@@ -387,29 +330,19 @@ def _silence(description: str, done: int, total: int) -> None:
     """Progress that nobody sees."""
 
 
-def eval_tokens(tokenizer: Any, text: tuple[str, bytes], window: int, windows: int) -> Any:
-    from otaro.evaluate.perplexity import text_tokens
-
-    name, content = text
-    decoded = decode_text(content, name)
-    return text_tokens(tokenizer, decoded, window, name)[: window * windows]
-
-
 def measure_before(
     trainer: OtaroTrainer, work: Path, tokens: Any, window: int, progress: Any, *, resume: bool
 ) -> dict[str, float]:
     """Perplexity before tuning; a resumed run reads what the first one measured, if it was on the same text."""
-    from otaro.json_file import write_json
     from otaro.tune import report
 
     if tokens is None:
         return {}
     path, text = work / BEFORE_NAME, hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    if resume and path.exists():
-        read = json.loads(path.read_text(encoding="utf-8"))
-        if read["text"] == text:
-            return {name: float("inf") if value is None else value for name, value in read["perplexity"].items()}
-    measured = report.measure(trainer, tokens, list(Precision), window, progress)
+    known = read_json(path) if resume and path.exists() else {}
+    if known.get("text") == text:
+        return {name: float("inf") if value is None else value for name, value in known["perplexity"].items()}
+    measured = report.measure(trainer, tokens, [*Precision], window, progress)
     if trainer.is_world_process_zero():
         write_json({"text": text, "perplexity": report.finite(measured)}, path)
     return measured

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -20,66 +21,49 @@ from otaro.tune.selector import WidthSelector, make_selector
 
 MOST_TIERS = 2
 """What the GPU kernel knows."""
-DEEPSPEED_REFUSED = (
-    "DeepSpeed is not supported: its engine owns the optimizer, which must hold gradients back; "
-    "use the accelerate configs for DDP or FSDP2 instead"
-)
+
+
+def setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class TuneArguments(TrainingArguments):  # type: ignore[misc]
     """Everything a run is set by. Widths are written as text, ``all`` or ``E5M8,E5M4``, so that they parse and save."""
 
-    recipe: str = field(
-        default="default", metadata={"help": "Where the constants come from that are no settings: default or paper."}
-    )
-    method: str = field(
-        default="otaro",
-        metadata={"help": "otaro (BPS and LAA), bps, uniform, tiers, fixed:E5M8 … fixed:E5M3, or fp16."},
-    )
-    widths: str = field(default="all", metadata={"help": "The widths to tune for."})
-    exploration: float = field(default=5.0, metadata={"help": "λ of BPS: how much neglected widths attract."})
-    delay: int = field(default=10, metadata={"help": "N of LAA: ultra-low gradients that make one update."})
-    delay_apply: str = field(default="sum", metadata={"help": "Apply held gradients as their sum or their mean."})
-    ultra_low: str = field(default="E5M4,E5M3", metadata={"help": "The widths whose gradients are held."})
-    tiers: str = field(default="E5M4,E5M3", metadata={"help": "The widths with weights of their own (tiers only)."})
-    completion_only: bool = field(
-        default=True,
-        metadata={"help": "Learn tokens with a label only; else prompts too."},
-    )
-    average: float = field(
-        default=0.0, metadata={"help": "The share of the run, at its end, over which weights are averaged."}
-    )
-    held_back: float = field(
-        default=0.0,
-        metadata={"help": "The share of data seen twice or more that is measured on, not learned (tiers only)."},
-    )
-    fit_only: bool = field(
-        default=False, metadata={"help": "Tune nothing; all updates fit tiers to the weights as they are (tiers only)."}
-    )
-    compile: bool | None = field(
-        default=None, metadata={"help": "Compile layers and losses, which pays on a GPU; left out: there only."}
-    )
-    compile_backend: str = field(default="inductor", metadata={"help": "What torch.compile compiles with."})
-    scheme: str = field(default="nested", metadata={"help": "How weights are rounded: nested, nearest or truncate."})
-    group_size: int = field(default=64, metadata={"help": "Weights that share a scale."})
-    embedding_floor: str = field(
-        default=str(EMBEDDING_FLOOR), metadata={"help": "Embeddings and output head never go below this width."}
-    )
-    learning_rate: float | None = field(default=None, metadata={"help": "Left out: the recipe's, for model and batch."})
+    recipe: str = setting("default", "Where the constants come from that are no settings: default or paper.")
+    method: str = setting("otaro", "otaro (BPS and LAA), bps, uniform, tiers, fixed:E5M8 … fixed:E5M3, or fp16.")
+    widths: str = setting("all", "The widths to tune for.")
+    exploration: float = setting(5.0, "λ of BPS: how much neglected widths attract.")
+    delay: int = setting(10, "N of LAA: ultra-low gradients that make one update.")
+    delay_apply: str = setting("sum", "Apply held gradients as their sum or their mean.")
+    ultra_low: str = setting("E5M4,E5M3", "The widths that LAA holds gradients back at, or that have tiers.")
+    completion_only: bool = setting(True, "Learn tokens with a label only; else prompts too.")
+    average: float = setting(0.0, "The share of the run, at its end, over which weights are averaged.")
+    held_back: float = setting(0.0, "The share of repeated data that is measured on, not learned (tiers only).")
+    fit_only: bool = setting(False, "Tune nothing; all updates fit tiers to the weights as they are (tiers only).")
+    compile: bool | None = setting(None, "Compile layers and losses, which pays on a GPU; left out: there only.")
+    compile_backend: str = setting("inductor", "What torch.compile compiles with.")
+    scheme: str = setting("nested", "How weights are rounded: nested, nearest or truncate.")
+    group_size: int = setting(64, "Weights that share a scale.")
+    embedding_floor: str = setting(str(EMBEDDING_FLOOR), "Embeddings and output head never go below this width.")
+    learning_rate: float | None = setting(None, "Left out: the recipe's, for model and batch.")
     # A loss that is not finite ends the run, so the Trainer need not look for one at every batch.
-    logging_nan_inf_filter: bool = field(default=False)
-    ddp_find_unused_parameters: bool | None = field(default=False)
+    logging_nan_inf_filter: bool = False
+    ddp_find_unused_parameters: bool | None = False
 
     def __post_init__(self) -> None:
         if self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
-            raise OtaroError(DEEPSPEED_REFUSED)
+            raise OtaroError(
+                "DeepSpeed is not supported: its engine owns the optimizer, which must hold gradients back; "
+                "use the accelerate configs for DDP or FSDP2 instead"
+            )
         if self.delay < 1:
             raise OtaroError(f"a delay of {self.delay} batches holds nothing: choose 1 or more")
         if self.delay_apply not in APPLY:
             raise OtaroError(f"held gradients are applied as {' or '.join(APPLY)}, not as {self.delay_apply!r}")
-        if len(parse_precisions(self.tiers)) > MOST_TIERS:
-            raise OtaroError(f"{self.tiers} are too many tiers: choose at most {MOST_TIERS}")
+        if self.method == "tiers" and len(self.ultra_low_widths) > MOST_TIERS:
+            raise OtaroError(f"{self.ultra_low} are too many tiers: choose at most {MOST_TIERS}")
         if not 0 <= self.average <= 1:
             raise OtaroError(f"an average over {self.average} of the run is no share: choose from 0 to 1")
         if not 0 <= self.held_back < 1:
@@ -89,7 +73,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
         if self.fit_only and (self.method != "tiers" or not self.tier_widths):
             raise OtaroError(
                 f"the method {self.method} for {self.widths} has no tiers that could be fitted: choose the method "
-                f"tiers, and {' or '.join(map(str, parse_precisions(self.tiers)))} among the widths"
+                f"tiers, and {' or '.join(map(str, self.ultra_low_widths)) or 'ultra-low ones'} among the widths"
             )
         if self.fit_only and self.average:
             raise OtaroError("nothing is averaged where tiers are only fitted: set average to 0")
@@ -113,7 +97,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
     @property
     def tier_widths(self) -> list[Precision]:
         """Of the widths to tune for those with weights of their own, the narrowest first."""
-        return sorted(set(parse_precisions(self.tiers)) & set(self.tuned_widths))
+        return sorted({*self.ultra_low_widths} & {*self.tuned_widths})
 
     @property
     def format(self) -> Format:
@@ -143,16 +127,7 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
 
 
 RESUMED = (
-    "recipe",
-    *SETTINGS,
-    "lr_scheduler_kwargs",
-    "max_steps",
-    "num_train_epochs",
-    "seed",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "bf16",
-    "fp16",
-    "fit_only",
+    *("recipe", *SETTINGS, "lr_scheduler_kwargs", "max_steps", "num_train_epochs", "seed"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "fit_only"),
 )
 """The settings that a resumed run must share with the one it goes on from, else it would be a run of neither."""

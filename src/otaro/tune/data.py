@@ -1,11 +1,4 @@
-"""What a model is tuned on: text and conversations, as blocks of tokens.
-
-Sources are plain text files, JSONL files, folders and hub names (these two through the library `datasets`). A record
-of a JSONL file or a data set is one of
-
-    {"text": …}                                  text
-    {"instruction": …, "input": …, "output": …}  a request and its answer (Alpaca's form; the input may be missing)
-    {"messages": [{"role": …, "content": …}, …]} a conversation, written out by the model's chat template
+"""What a model is tuned on: text and conversations, as blocks of tokens. docs/tuning.md says what records may hold.
 
 Text is learned whole. Of requests and conversations the answers have labels, and what they answer has none: it is read
 but not predicted, unless :func:`learn_prompts` gives it labels too. Pieces with and without labels are tokenised
@@ -30,6 +23,7 @@ from typing import Any, Literal
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from otaro.errors import OtaroError
 from otaro.evaluate.perplexity import split_windows
@@ -46,13 +40,8 @@ FILE_SUFFIXES = (*JSONL_SUFFIXES, ".txt", ".md", ".text", ".raw", ".tokens", ".c
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 ALPACA_HEAD = "Below is an instruction that describes a task"
 FORMS = "a text, an instruction with its output, or messages"
-
-
-@dataclass(frozen=True)
-class Example:
-    """Pieces of text in order, each with whether it is learned; none if there is nothing to learn."""
-
-    pieces: tuple[tuple[str, bool], ...]
+Example = list[tuple[str, bool]]
+"""Pieces of text in order, each with whether it is learned; none if there is nothing to learn."""
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -94,7 +83,7 @@ def load_blocks(
         raise OtaroError(f"sequences of {length} tokens are longer than the model's {longest} positions: choose fewer")
     named = " and ".join(str(source) for source in sources)
     examples = [example for source in sources for example in read_examples(source, tokenizer)]
-    tokens = _tokens([example for example in examples if example.pieces], tokenizer)
+    tokens = _tokens([example for example in examples if example], tokenizer)
     if sum(len(ids) for ids, _ in tokens) < 2:
         raise OtaroError(f"{named} holds no text to tune on: give a file with some")
     blocks = _pack(tokens, length, named) if layout == "packed" else _one_each(tokens, length)
@@ -161,22 +150,11 @@ class Collator:
     padding: int
 
     def __call__(self, sequences: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        length = max(len(sequence["input_ids"]) for sequence in sequences)
-        shape = (len(sequences), length)
-        if all(len(sequence["input_ids"]) == length for sequence in sequences):
-            # Without a mask, attention takes its fastest way.
-            return {name: torch.stack([sequence[name] for sequence in sequences]) for name in ("input_ids", "labels")}
-        batch = {
-            "input_ids": torch.full(shape, self.padding),
-            "labels": torch.full(shape, IGNORED),
-            "attention_mask": torch.zeros(shape, dtype=torch.long),
-        }
-        for row, sequence in enumerate(sequences):
-            size = len(sequence["input_ids"])
-            batch["input_ids"][row, :size] = sequence["input_ids"]
-            batch["labels"][row, :size] = sequence["labels"]
-            batch["attention_mask"][row, :size] = 1
-        return batch
+        rows = {name: [sequence[name] for sequence in sequences] for name in ("input_ids", "labels")}
+        if len({len(ids) for ids in rows["input_ids"]}) > 1:  # without a mask, attention takes its fastest way
+            rows["attention_mask"] = [torch.ones_like(ids) for ids in rows["input_ids"]]
+        padding = {"input_ids": self.padding, "labels": IGNORED, "attention_mask": 0}
+        return {name: pad_sequence(parts, True, padding[name]) for name, parts in rows.items()}
 
 
 def learn_prompts(batch: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +188,7 @@ def read_examples(source: str | Path, tokenizer: Any) -> Iterator[Example]:
                 yield make_example(record, tokenizer, f"{path}, line {number}")
         else:
             text = _read_text(path)
-            yield Example(((text + (tokenizer.eos_token or "") if text.strip() else "", True),))
+            yield [(text + (tokenizer.eos_token or "") if text.strip() else "", True)]
         return
     for number, record in enumerate(_open_data_set(source, path), 1):
         yield make_example(record, tokenizer, f"{source}, record {number}")
@@ -228,14 +206,14 @@ def make_example(record: Any, tokenizer: Any, where: str) -> Example:
         if record.get("output") is None:
             raise OtaroError(f"{where} has an instruction without an output: add the answer or take the record out")
         if not answer.strip():
-            return Example(())  # known data sets have a few; there is nothing to learn from them
+            return []  # known data sets have a few; there is nothing to learn from them
         if tokenizer.chat_template is None:
-            return Example(((alpaca_prompt(request, given), False), (answer + end, True)))
+            return [(alpaca_prompt(request, given), False), (answer + end, True)]
         content = f"{request}\n\n{given}" if given else request
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
         return _conversation(messages, tokenizer, where)
     if record.get("text") is not None:
-        return Example(((_string(record, "text", where) + end, True),))
+        return [(_string(record, "text", where) + end, True)]
     raise OtaroError(f"{where} has none of the fields text, instruction or messages: each record is {FORMS}")
 
 
@@ -265,7 +243,7 @@ def _conversation(messages: Any, tokenizer: Any, where: str) -> Example:
         except TemplateError as error:
             raise OtaroError(f"{where} cannot be written as a conversation: {error}") from error
 
-    pieces: list[tuple[str, bool]] = []
+    pieces: Example = []
     written = ""
     for turn in turns:
         asked, answered = write(turn, ask=True), write(turn + 1, ask=False)
@@ -275,33 +253,30 @@ def _conversation(messages: Any, tokenizer: Any, where: str) -> Example:
             asked, answered = write(turn, ask=True), write(turn + 1, ask=False)
             if not answered.startswith(asked):
                 raise OtaroError(f"{where}: the chat template does not end a prompt where the answer begins")
-            return Example(((asked, False), (answered[len(asked) :], True)))
+            return [(asked, False), (answered[len(asked) :], True)]
         pieces += [(asked[len(written) :], False), (answered[len(asked) :], True)]
         written = answered
-    return Example(tuple(pieces))
+    return pieces
 
 
 def _tokens(examples: Sequence[Example], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     """Tokens and labels of each example."""
+    written = [[piece for piece in example if piece[0]] for example in examples]
     begin, line = beginning(tokenizer), encode(tokenizer, "\n")
     # A tokenizer may put a space before a text, but what goes on from another text must not get one: behind a new line
     # it has none.
     head = "" if encode(tokenizer, "\na") == line + encode(tokenizer, "a") else "\n"
-    texts = [
-        head + text if number else text for example in examples for number, (text, _) in enumerate(_written(example))
-    ]
-    encoded = iter(
-        [
-            ids
-            for start in range(0, len(texts), TEXTS_AT_ONCE)
-            for ids in encode_all(tokenizer, texts[start : start + TEXTS_AT_ONCE])
-        ]
+    texts = [head + text if number else text for example in written for number, (text, _) in enumerate(example)]
+    encoded = (
+        ids
+        for start in range(0, len(texts), TEXTS_AT_ONCE)
+        for ids in encode_all(tokenizer, texts[start : start + TEXTS_AT_ONCE])
     )
     result = []
-    for example in examples:
+    for example in written:
         ids: list[int] = []
         labels: list[int] = []
-        for number, (_, learned) in enumerate(_written(example)):
+        for number, (_, learned) in enumerate(example):
             piece = next(encoded)
             if number == 0:
                 piece = piece if piece[: len(begin)] == begin else begin + piece
@@ -311,11 +286,6 @@ def _tokens(examples: Sequence[Example], tokenizer: Any) -> list[tuple[list[int]
             labels += piece if learned else [IGNORED] * len(piece)
         result.append((ids, labels))
     return result
-
-
-def _written(example: Example) -> list[tuple[str, bool]]:
-    """The pieces that are not empty."""
-    return [piece for piece in example.pieces if piece[0]]
 
 
 def _string(record: dict[str, Any], name: str, where: str) -> str:

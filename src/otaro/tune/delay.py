@@ -1,18 +1,11 @@
 """LAA, low-precision asynchronous accumulation: an optimizer that lets ultra-low widths wait.
 
-A batch at an ultra-low width does not update the weights; its gradient is added to a buffer. After N such batches the
-buffer is applied in one update and cleared. Other widths update as usual in between, with their own gradient alone.
+A batch at an ultra-low width does not update the weights; its gradient, after clipping, is added to a buffer. After N
+such batches the buffer is applied in one update and cleared. Other widths update as usual in between, with their own
+gradient alone. docs/method.md says what was decided where the paper is silent.
 
-Decided here, where the paper is silent:
-
-- The buffer holds what the trainer would have stepped with, after its clipping: each batch is clipped, the sum is not.
-- A held batch changes nothing: no weight decay, no momentum, no second moment. The learning rate schedule counts every
-  batch, held or not, so that all methods see the same schedule over the same data.
-- `apply` is ``sum``, as printed in the paper, or ``mean``. Under Adam the size of a gradient matters only beside the
-  others': with the mean, one update in N, the ultra-low widths are hardly trained (docs/results.md has figures).
-- A buffer that is not full when training ends is dropped, as in the paper's algorithm.
-- The buffer costs one more copy of the gradients. Where they were computed in 16 bits it holds no more than that, if
-  `dtype` says so.
+The buffer costs one more copy of the gradients, in 16 bits where `dtype` says so. Under Adam the size of a gradient
+matters only beside the others': with the mean, one update in N, the ultra-low widths are hardly trained.
 
 In a checkpoint the buffer lies beside the wrapped optimizer's own state of each parameter, and the count in its
 parameter groups: distributed checkpoints (FSDP) know these two places and no other.
@@ -21,7 +14,7 @@ parameter groups: distributed checkpoints (FSDP) know these two places and no ot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +22,7 @@ from torch.optim import Optimizer
 
 from otaro.precision import Precision
 
-Apply = Literal["sum", "mean"]
-APPLY: tuple[Apply, ...] = get_args(Apply)
+APPLY = ("sum", "mean")
 HELD, HELD_GRADIENT = "held", "held_gradient"
 
 
@@ -45,7 +37,7 @@ class DelayedOptimizer(Optimizer):
         optimizer: Optimizer,
         ultra_low: Iterable[Precision],
         delay: int = 10,
-        apply: Apply = "sum",
+        apply: str = "sum",
         dtype: torch.dtype | None = None,
     ) -> None:
         # The wrapped optimizer has the groups, the state and the hooks; the base class would make a second set of them.
@@ -63,17 +55,9 @@ class DelayedOptimizer(Optimizer):
         """How many gradients wait in the buffer."""
         return int(self.param_groups[0][HELD])
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -105,9 +89,6 @@ class DelayedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group({**param_group, HELD: self.held})
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, with each parameter's part of the buffer in its state.

@@ -1,11 +1,8 @@
 """How far a width's predictions are from a teacher's, with the gradient at once.
 
 For a token with logits v and a teacher's logits t that is KL(softmax t ‖ softmax v), whose gradient is
-softmax(v) - softmax(t).
-
-Autograd would keep several copies of logits in float32, which for a small model with a large vocabulary are the largest
-tensors of a step. Here the gradient is made in the same pass as the loss, in the type of the logits, a part of the
-tokens at a time.
+softmax(v) - softmax(t). It is made in the same pass as the loss, in the type of the logits, a part of the tokens at a
+time: autograd would keep several copies of logits in float32, for a small model the largest tensors of a step.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ from its last checkpoint and a file of them beside it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,17 +20,17 @@ from tqdm.auto import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from otaro.errors import OtaroError
+from otaro.evaluate.results import Width
 from otaro.partial import write_atomically
 from otaro.precision import Precision
 from otaro.refresh import Refresher
-from otaro.tune import resume
-from otaro.tune.callbacks import LOG_NAME, append_to_log, cut_log
+from otaro.tune.callbacks import LOG_NAME, append_to_log, cut_log, losses_text, read_losses
 from otaro.tune.fitting import fit
 from otaro.tune.graphs import Graphs
 from otaro.tune.model import has_adapters, merge_adapters
-from otaro.tune.tiers import add_tiers, drop_tiers, hold_scales, let_scales_go, settle_model, start_tiers, tiers_of
+from otaro.tune.resume import writing
+from otaro.tune.tiers import add_tiers, drop_tiers, hold_scales, settle_model, start_tiers, tiers_of
 from otaro.tune.update import Batch
-from otaro.tune.writing import writing
 
 if TYPE_CHECKING:
     from otaro.tune.trainer import OtaroTrainer
@@ -73,7 +71,6 @@ def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
     trainer.weights.set_width(None)
     if trainer.interrupted:
         drop_tiers(trainer.model)
-        let_scales_go(trainer.model)
         return
     trainer.unsettled = settle_model(trainer.model)
     if trainer.is_fsdp_enabled:
@@ -83,7 +80,7 @@ def finish(trainer: OtaroTrainer, *, fresh: bool) -> None:
 
 
 def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
-    args, constants, step = trainer.args, trainer.args.constants, trainer.state.global_step
+    args, constants = trainer.args, trainer.args.constants
     # Of sharded tiers no file is written: a run that is stopped here fits them anew.
     keeps = args.save_strategy != "no" and not trainer.is_fsdp_enabled
     every = int(trainer.state.save_steps) if args.save_strategy == "steps" else 0
@@ -96,11 +93,12 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
         updates = fitting_updates(updates, constants.fitting, constants.fitting_updates)
     done = 0 if fresh or not keeps else read_tiers(path, trainer.model)
     if first:
-        cut_log(log, step + done)
+        cut_log(log, trainer.state.global_step + done)
     for width in trainer.tiers:
         trainer.selector.counts[width] = done
     batches = every_batch(trainer)
-    bar = tqdm(total=updates, initial=done, desc="fitting", disable=not first or trainer.watched or args.disable_tqdm)
+    shown = first and trainer.progress is None and not args.disable_tqdm
+    bar = tqdm(total=updates, initial=done, desc="fitting", disable=not shown)
     unread: dict[int, dict[Precision, Tensor]] = {}
     for number in range(1, updates + 1):
         trainer.batches = next(batches)
@@ -122,10 +120,10 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
         asked = trainer.asked_to_stop and args.world_size == 1
         saves = keeps and every > 0 and number % every == 0
         if asked or saves or number == updates or len(unread) >= trainer.update_callback.read_every:
-            read_losses(trainer, unread, log if first else None)
+            log_losses(trainer, unread, log if first else None)
             unread = {}
-        losses = " ".join(f"M{width.mantissa} {loss:.3f}" for width, loss in trainer.selector.losses.items())
-        trainer.report(f"fitting, step {number}{losses and ', loss '}{losses}", number, updates)
+        losses = losses_text(trainer.selector.losses)
+        trainer.report(f"fitting, step {number}{losses and ', loss '}{losses}", (number, updates))
         bar.update()
         if first and keeps and (saves or trainer.interrupted):
             write_tiers(path, trainer.model, number)
@@ -133,24 +131,24 @@ def fit_tiers(trainer: OtaroTrainer, *, fresh: bool) -> None:
             return
 
 
-def read_losses(trainer: OtaroTrainer, unread: dict[int, dict[Precision, Tensor]], log: Path | None) -> None:
+def log_losses(trainer: OtaroTrainer, unread: dict[int, dict[Precision, Tensor]], log: Path | None) -> None:
     """Wait for the losses of updates, by their numbers, and write them down."""
-    values = iter(trainer.mean_over_processes([loss for losses in unread.values() for loss in losses.values()]))
-    lines = []
-    for number, losses in unread.items():
-        known = {width: next(values) for width in losses}
-        for width, loss in known.items():
-            if not math.isfinite(loss):
-                tuned = "" if trainer.args.fit_only else "the tuned weights are in the last checkpoint; "
-                raise OtaroError(
-                    f"the loss became {loss} at {width} while tiers were fitted: {tuned}in float16 values may have "
-                    "become too large for it, bf16 has room for them"
-                )
-            trainer.selector.count(width)
-            trainer.selector.record(width, loss)
-        lines.append({"step": trainer.state.global_step + number, "tiers": {str(k): loss for k, loss in known.items()}})
+    tuned = "" if trainer.args.fit_only else "the tuned weights are in the last checkpoint; "
+
+    def failure(what: str, _: int, width: Width) -> OtaroError:
+        return OtaroError(
+            f"{what} at {width} while tiers were fitted: {tuned}in float16 values may have become too large for it, "
+            "bf16 has room for them"
+        )
+
+    waiting = [(number, width, loss) for number, losses in unread.items() for width, loss in losses.items()]
+    read = iter(read_losses(trainer, waiting, failure))
+    for _, width, _ in waiting:
+        trainer.selector.count(width)
     if log is not None:
-        append_to_log(log, lines)
+        step = trainer.state.global_step
+        known = {number: {str(width): next(read) for width in losses} for number, losses in unread.items()}
+        append_to_log(log, [{"step": step + number, "tiers": losses} for number, losses in known.items()])
 
 
 def every_batch(trainer: OtaroTrainer) -> Iterator[list[Batch]]:
@@ -187,7 +185,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 def write_tiers(path: Path, model: nn.Module, done: int) -> None:
     tiers = {name: tier.detach().cpu().contiguous() for name, tier in tiers_of(model).items()}
-    with writing(path, partial(resume.how_to_go_on, path.parent)):
+    with writing(path, path.parent):
         write_atomically(path, lambda part: save_file(tiers, part, {DONE: str(done)}))
 
 

@@ -1,18 +1,11 @@
-"""Fitting: narrow widths learn to predict what the tuned model predicts.
+"""Fitting: narrow widths learn to predict what the tuned model predicts; docs/method.md says why.
 
-The method tiers tunes as the method fp16 does, with weight averaging. What comes of it is then fitted to the widths it
-is rounded to: in full precision it predicts a batch of sequences, then each of the widths predicts them and learns from
-the divergence between the two. Gradients go to what decides the last bit of a width, its tier.
+In full precision the model predicts a batch of sequences, then each of the widths predicts them and learns from the
+divergence between the two. Weights stay as they are. What decides the last bit of a width, its tier, moves by
 
-The weights stay as they are meanwhile, so what is learned about the errors of their rounding stays true: E5M8 is what
-fp16 would have made of it, but for weights whose tier chose another cell. A step is a share of the cell of the width,
-whatever the learning rate:
+    step · cell · g / sqrt(g² + mean of g² in the group)
 
-    cell · g / sqrt(g² + mean of g² in the group)
-
-so few weights change their code in an update: those near a border that matter. And each step draws tiers back to their
-weights by a share of the way. Gradients that go now one way, now the other leave a tier where it was; only where they
-agree it goes far enough to choose another cell, which costs the wide widths something.
+so few weights change their code in an update, those near a border that matter, and is drawn back to its weight.
 """
 
 from __future__ import annotations
@@ -27,14 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from otaro import ops, sefp
-from otaro.nn import FakeSefp
 from otaro.precision import Precision
 from otaro.refresh import Refresher
-from otaro.tune.data import IGNORED
 from otaro.tune.distillation import Kernel, divergence, loss_and_gradient
 from otaro.tune.graphs import Graphs
-from otaro.tune.tiers import average_gradients, local_rows, tiers_of
-from otaro.tune.update import Batch, Processes, without_packing
+from otaro.tune.tiers import average_gradients, local_rows, simulated, tiers_of
+from otaro.tune.update import Batch, Processes, predictions, without_packing
 
 TOGETHER = 1 << 24
 """Weights that are moved in the same launches; a few copies of them in float32 are made."""
@@ -60,19 +51,14 @@ def fit(
     The model's gradients are those of nobody else, and gone afterwards. With `graphs`, passes may be captured.
     """
     graphs = Graphs(model, enabled=False) if graphs is None else graphs
-    tokens = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
-    count = processes.total(tokens).clamp(min=1)
-    losses = {width: torch.zeros((), device=tokens.device) for width in widths}
+    count = processes.total(predictions(batches)).clamp(min=1)
+    losses = {width: torch.zeros((), device=count.device) for width in widths}
 
     def predict(batch: Batch) -> Tensor:
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "count")}
         with context():
             logits: Tensor = model(**inputs, use_cache=False).logits
         return logits
-
-    @torch.no_grad()
-    def teach(batch: Batch) -> Tensor:
-        return predict(batch)
 
     def learn(batch: Batch) -> Tensor:
         logits = predict(batch)
@@ -85,7 +71,7 @@ def fit(
         for number, batch in enumerate(batches):
             weights.set_width(None, again=number > 0)
             # Where the pass that teaches is captured, so are those that learn from it: it is always this tensor then.
-            teacher = graphs.run("teacher", teach, batch)
+            teacher = graphs.run("teacher", torch.no_grad()(predict), batch)
             for place, width in enumerate(widths):
                 weights.set_width(width, again=number + place > 0)
                 entropy = graphs.run(width, learn, {**batch, "count": count})
@@ -130,9 +116,7 @@ def move(model: nn.Module, widths: Sequence[Precision], step: Tensor | float, pu
 @torch.no_grad()
 def _parts(model: nn.Module, widths: Sequence[Precision]) -> Iterator[_Part]:
     seen: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, FakeSefp):
-            continue
+    for module in simulated(model):
         for name, tiers in module.tiers.items():
             weight: Any = module._parameters[name]
             turned = module.transposed[name]

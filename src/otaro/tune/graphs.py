@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,15 +33,20 @@ Function = Callable[[dict[str, Tensor]], Tensor]
 
 
 @contextmanager
-def without_masks() -> Iterator[None]:
-    """transformers 5.17 makes masks that are not needed where a graph is captured, lest something else comes later:
-    attention with one is another, slower computation, for which layers would be compiled anew."""
-    traced = masking_utils.is_tracing
-    masking_utils.is_tracing = lambda tensor=None: False
+def masking(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Another function in the place of one of those that transformers makes masks with."""
+    before = getattr(masking_utils, name)
+    setattr(masking_utils, name, function)
     try:
         yield
     finally:
-        masking_utils.is_tracing = traced
+        setattr(masking_utils, name, before)
+
+
+def without_masks() -> AbstractContextManager[None]:
+    """transformers 5.17 makes masks that are not needed where a graph is captured, lest something else comes later:
+    attention with one is another, slower computation, for which layers would be compiled anew."""
+    return masking("is_tracing", lambda tensor=None: False)
 
 
 class Captured:
@@ -49,13 +54,11 @@ class Captured:
 
     def __init__(self, function: Function, inputs: dict[str, Tensor], pool: Any) -> None:
         self.inputs = inputs
-        self._graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # Threads that bring batches to the device may go on with it.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), without_masks():
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), without_masks():
             self.result = function(dict(inputs))
-
-    def replay(self) -> None:
-        self._graph.replay()
+        self.replay = graph.replay
 
 
 class Graphs:
@@ -64,6 +67,10 @@ class Graphs:
     def __init__(self, model: nn.Module, *, enabled: bool) -> None:
         self.enabled = enabled
         self._model = model
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the memory of all graphs back."""
         self._captured: dict[object, Captured] = {}
         self._used: dict[object, list[nn.Parameter]] = {}
         self._seen: Counter[object] = Counter()
@@ -86,7 +93,10 @@ class Graphs:
                 self._used[key] = [part for part in self._model.parameters() if part.grad is not None]
                 return result
             try:
-                self._captured[key] = self._capture(function, inputs, self._used[key])
+                self._take_gradients(self._used[key])
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                copies = {name: tensor.clone() for name, tensor in inputs.items()}
+                self._captured[key] = Captured(function, copies, self._pool)
             except RuntimeError as failure:
                 error: BaseException = failure
                 self.forget()
@@ -105,12 +115,6 @@ class Graphs:
         captured.replay()
         return captured.result
 
-    def _capture(self, function: Function, inputs: Mapping[str, Tensor], used: list[nn.Parameter]) -> Captured:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        self._take_gradients(used)
-        return Captured(function, {name: tensor.clone() for name, tensor in inputs.items()}, self._pool)
-
     def _take_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Have gradients in the buffers that graphs add to, whatever they were in until now."""
         fresh = []
@@ -125,11 +129,3 @@ class Graphs:
             parameter.grad = buffer
         if fresh:
             torch._foreach_zero_(fresh)
-
-    def forget(self) -> None:
-        """Give the memory of all graphs back."""
-        self._captured.clear()
-        self._used.clear()
-        self._seen.clear()
-        self._gradients.clear()
-        self._pool = None

@@ -1,18 +1,14 @@
 """Held-out text: where data are seen several times, it says when a model begins to learn them by heart.
 
-The last sequences are not learned. A mean of the weights that goes with the run is measured on them time and again, in
-full precision, and its best value is kept. Once it has got worse twice in a row, that value is the result: what the
-weights would go on to learn is the text and not the language. Where it never gets worse, the run is what it would have
-been without those sequences.
-
-Data that are seen once cannot be learned by heart; of them nothing is held back.
+The last sequences are not learned: a mean of the weights that goes with the run is measured on them time and again, in
+full precision, and its best value is kept. docs/method.md says when a run ends by it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,14 +31,10 @@ WORSE = 2
 class Watch:
     """What held-out text has said so far."""
 
-    loss: float | None = None
-    """The lowest loss."""
-    update: int = 0
-    """The update it was measured after."""
-    worse: int = 0
-    """Measurements since then."""
-    ended: int = 0
-    """The update that learning ended with, 0 while it has not."""
+    loss: float | None = None  # the lowest
+    update: int = 0  # which it was measured after
+    worse: int = 0  # measurements since then
+    ended: int = 0  # the update that learning ended with, 0 while it has not
 
     def take(self, update: int, loss: float) -> bool:
         """Take a measurement; whether it is the best one."""
@@ -51,12 +43,6 @@ class Watch:
             return True
         self.worse += 1
         return False
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 def hold_back(sequences: Any, share: float, most: int) -> tuple[Any, Any]:
@@ -74,10 +60,7 @@ def hold_back(sequences: Any, share: float, most: int) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def mean_loss(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    weights: Refresher,
-    context: Callable[[], AbstractContextManager[Any]],
+    model: nn.Module, batches: Iterable[Batch], weights: Refresher, context: Callable[[], AbstractContextManager[Any]]
 ) -> Tensor:
     """Cross entropy in full precision over all tokens with a label."""
     total, count = [], []

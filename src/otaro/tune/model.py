@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shutil
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from torch import nn
 
 from otaro import convert
 from otaro.errors import OtaroError
+from otaro.json_file import write_json
 from otaro.nn import FakeSefp
 from otaro.partial import new_folder
 from otaro.precision import Precision
@@ -25,9 +25,7 @@ from otaro.sources import Source
 from otaro.sources.scales import save_scales
 
 
-def add_adapters(
-    model: nn.Module, format: Format, floor: Precision, *, rank: int, alpha: float | None = None, dropout: float = 0.0
-) -> Any:
+def add_adapters(model: nn.Module, format: Format, floor: Precision, *, rank: int, dropout: float = 0.0) -> Any:
     """The model with LoRA adapters on its linear layers, through PEFT; only they are trained.
 
     The base is simulated first, so the adapters learn beside the weights as each width has them.
@@ -38,13 +36,8 @@ def add_adapters(
         raise OtaroError(f"adapters of rank {rank} have no weights: choose 1 or more")
     peft: Any = importlib.import_module("peft")
     convert.simulate(model, format, floor)
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,
-        lora_dropout=dropout,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, **options)
     with quiet():
         return peft.get_peft_model(model, config)
 
@@ -82,7 +75,7 @@ def save_model(
             model.save_pretrained(partial, state_dict=state)
         save_settled(model, partial, state or model.state_dict())
         config = dict(sorted({**source.config, "dtype": "float32"}.items()))
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(config, partial / "config.json")
         for path in partial.glob("*.safetensors"):
             # Written readable by their owner alone; they are no more secret than the rest.
             path.chmod((partial / "config.json").stat().st_mode)

@@ -16,25 +16,9 @@ from otaro.precision import EMBEDDING_FLOOR
 
 # Settings of `TuneArguments` that a recipe decides; its other fields are constants.
 SETTINGS = (
-    "optim",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "method",
-    "widths",
-    "exploration",
-    "delay",
-    "delay_apply",
-    "ultra_low",
-    "tiers",
-    "completion_only",
-    "average",
-    "held_back",
-    "scheme",
-    "group_size",
-    "embedding_floor",
+    *("optim", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm"),
+    *("method", "widths", "exploration", "delay", "delay_apply", "ultra_low"),
+    *("completion_only", "average", "held_back", "scheme", "group_size", "embedding_floor"),
 )
 
 
@@ -44,14 +28,12 @@ class Recipe:
 
     # The optimizer.
     optim: str = "adamw_torch"
-    learning_rate: float | None = None
-    """None: by :meth:`learning_rate_for`."""
+    learning_rate: float | None = None  # by `learning_rate_for` where there is none
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.03
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    reference_rate: float = 3e-4
-    """The learning rate of a model of the reference's hidden size with updates of so many tokens."""
+    reference_rate: float = 3e-4  # of a model of the reference's hidden size with updates of so many tokens
     reference_hidden_size: int = 576
     reference_tokens: int = 8192
 
@@ -62,38 +44,26 @@ class Recipe:
     group_size: int = 64
     embedding_floor: str = str(EMBEDDING_FLOOR)
 
-    # Methods with one set of weights: BPS and LAA.
+    # BPS and LAA.
     exploration: float = 5.0
     delay: int = 10
     delay_apply: str = "sum"
-    ultra_low: str = "E5M4,E5M3"
+    ultra_low: str = "E5M4,E5M3"  # LAA holds their gradients back, the method tiers gives them weights of their own
 
     # The method tiers.
-    tiers: str = "E5M4,E5M3"
-    fitting: float = 1 / 3
-    """The updates that fit tiers after the run, as a share of its own."""
-    fitting_updates: int = 24
-    """No fewer than these, if the run has so many."""
-    fitting_step: float = 0.01
-    """The cells that a tier moves by, at most, in the first update that fits; from there it falls to nothing."""
-    fitting_pull: float = 2.0
-    """How far a tier is drawn back to its weight when it moves by a cell, as a share of the way; so it ends half a cell
-    away at most."""
+    fitting: float = 1 / 3  # the updates that fit tiers after the run, as a share of its own
+    fitting_updates: int = 24  # no fewer than these, if the run has so many
+    fitting_step: float = 0.01  # the cells that a tier moves by, at most, in the first of them; it falls to nothing
+    fitting_pull: float = 2.0  # the share of the way back to its weight that a tier is drawn when it moves by a cell
 
     # What is learned, and what is kept.
     completion_only: bool = False
-    average: float = 0.4
-    """The share of the run, at its end, over which weights are averaged."""
-    averaged_rate: float = 0.3
-    """Where the learning rate of averaged weights ends, as a share of its highest value."""
-    averaged_updates: int = 32
-    """No more updates than these are averaged."""
-    held_back: float = 1 / 32
-    """The share of the sequences, at their end, that is not learned where the others are seen twice or more."""
-    held_back_most: int = 64
-    """No more sequences than these are held back."""
-    measurements: int = 20
-    """How often they are measured on in a run."""
+    average: float = 0.4  # the share of the run, at its end, over which weights are averaged
+    averaged_rate: float = 0.3  # where the learning rate of averaged weights ends, as a share of its highest value
+    averaged_updates: int = 32  # no more updates than these are averaged
+    held_back: float = 1 / 32  # the share of sequences, at their end, that is not learned where others are seen again
+    held_back_most: int = 64  # no more sequences than these are held back
+    measurements: int = 20  # how often they are measured on in a run
 
     def learning_rate_for(self, hidden_size: int | None, tokens: float | None) -> float:
         """The learning rate of a run that none was given for.

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from otaro.console import ResultTable
 from otaro.evaluate.perplexity import perplexity
+from otaro.evaluate.report import perplexity_text
+from otaro.evaluate.results import FULL, Width, width_name
 from otaro.precision import Precision
 from otaro.progress import Progress
-from otaro.tune.callbacks import losses_by_width, width_name
+from otaro.tune.callbacks import losses_by_width
 from otaro.tune.trainer import OtaroTrainer
 
 Perplexities = dict[str, float]
+NAMES = [*map(str, Precision), FULL]
 MARKED = 50
 """Points of a plot that are marked one by one, so that a run of a few updates, or of one, shows something."""
 
@@ -26,7 +29,7 @@ MARKED = 50
 def measure(
     trainer: OtaroTrainer,
     tokens: Tensor,
-    widths: Sequence[Precision | None],
+    widths: Sequence[Width],
     window: int,
     progress: Progress | None = None,
     batch_size: int = 1,
@@ -71,20 +74,12 @@ def table(before: Perplexities, after: Perplexities, log: Sequence[dict[str, Any
     perplexities = ("perplexity before", "perplexity after") if measured else ()
     result = ResultTable("precision", *perplexities, "batches", "last loss")
     taken = losses_by_width(log)
-    names = [str(width) for width in Precision if str(width) in after or str(width) in taken]
-    if "full" in taken:
-        names.append("full")
-    for name in names:
+    for name in (name for name in NAMES if name in after or name in taken):
         losses = [loss for _, loss in taken.get(name, ())]
-        figures = [_figure(values.get(name)) for values in (before, after)] if measured else []
+        known = [values.get(name) for values in (before, after)] if measured else []
+        figures = ["" if value is None else perplexity_text(value) for value in known]
         result.add_row(name, *figures, str(len(losses)), f"{losses[-1]:.3f}" if losses else "")
     return result
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3f}" if value < 1e5 else f"{value:.3g}"
 
 
 def finite(values: Perplexities) -> dict[str, float | None]:
@@ -106,11 +101,10 @@ def write_plot(log: Sequence[dict[str, Any]], before: Perplexities, after: Perpl
     rows = [["widths", "perplexity"], ["loss", "perplexity"]] if after else [["widths"], ["loss"]]
     axes: dict[str, Any] = figure.subplot_mosaic(rows, height_ratios=[1, 2.5], width_ratios=[2, 1] if after else [1])
     taken = losses_by_width(log)
-    everything = [*map(str, Precision), "full"]
-    names = [name for name in reversed(everything) if name in taken]
+    names = [name for name in reversed(NAMES) if name in taken]
     for row, name in enumerate(names):
         steps, values = zip(*taken[name], strict=True)
-        color = f"C{everything.index(name)}"
+        color = f"C{NAMES.index(name)}"
         few = len(steps) <= MARKED
         axes["widths"].plot(steps, [row] * len(steps), "s" if few else "|", markersize=7, color=color)
         axes["loss"].plot(steps, values, marker="o" if few else None, linewidth=1, color=color, label=name)

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one is whole, and whether it belongs to this run.
+"""Going on from a checkpoint: which one is whole, whether it belongs to this run, what a full disk leaves to do.
 
 The Trainer writes a checkpoint's trainer_state.json last, so a folder where that file can be read is complete; one that
 was being written when the process was killed is not, and is passed over.
@@ -7,25 +7,28 @@ was being written when the process was killed is not, and is passed over.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from otaro.errors import OtaroError
 
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT = re.compile(r"checkpoint-\d+")
 STATE = "trainer_state.json"
+# A full disk has an error of its own in each library. safetensors and tokenizers end their messages so.
+SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+# What torch.save says when not all could be written; it does not know why.
+TORCH_ERRORS = ("inline_container.cc", "iostream error")
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoint folders of a run by their step, complete or not."""
-    found = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = CHECKPOINT.fullmatch(path.name)
-        if match is not None and path.is_dir():
-            found[int(match[1])] = path
-    return found
+    found = (path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir())
+    return {int(path.name.removeprefix("checkpoint-")): path for path in found}
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
@@ -39,36 +42,45 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
 
 def last_complete(folder: Path) -> Path | None:
     """The latest checkpoint that can be resumed from."""
-    for _, path in sorted(checkpoints(folder).items(), reverse=True):
-        if read_state(path) is not None:
-            return path
+    latest_first = (path for _, path in sorted(checkpoints(folder).items(), reverse=True))
+    return next((path for path in latest_first if read_state(path) is not None), None)
+
+
+@contextmanager
+def writing(path: Path, run: Path) -> Iterator[None]:
+    """Say that `path` could not be written, why, and how the run in that folder then goes on."""
+    try:
+        yield
+    except Exception as error:
+        reason = why_not_written(error)
+        if reason is None:
+            raise
+        found = last_complete(run)
+        start = "start again" if found is None else f"resume the run, which goes on from {found.name}"
+        raise OtaroError(f"{path} could not be written: {reason}: free some space, then {start}") from error
+
+
+def why_not_written(error: Exception) -> str | None:
+    """What the system said when something was written; None where an error is about something else."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = SYSTEM_ERROR.search(str(error))
+    if found is not None:
+        return os.strerror(int(found[1]))
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in TORCH_ERRORS):
+        return "the disk may be full"
     return None
 
 
-def step_of(checkpoint: Path) -> int:
-    """The updates done in a complete checkpoint, 0 in one that is not."""
-    state = read_state(checkpoint)
-    return 0 if state is None else int(state["global_step"])
-
-
-def how_to_go_on(folder: Path) -> str:
-    """What to do about a run that could not write, in words."""
-    found = last_complete(folder)
-    start = "start again" if found is None else f"resume the run, which goes on from {found.name}"
-    return f"free some space, then {start}"
-
-
-def drop_later(folder: Path, checkpoint: Path) -> None:
-    """Delete checkpoints beyond the one resumed from: the run will come by their steps again."""
-    found = checkpoints(folder)
-    start = next((step for step, path in found.items() if path.resolve() == checkpoint.resolve()), None)
-    for step, path in found.items():
-        if start is not None and step > start:
+def drop_later(folder: Path, start: int) -> None:
+    """Delete checkpoints beyond the step resumed from: the run will come by theirs again."""
+    for step, path in checkpoints(folder).items():
+        if step > start:
             shutil.rmtree(path)
 
 
-def check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another model, method or recipe."""
+def check_settings(checkpoint: Path, settings: dict[str, Any]) -> int:
+    """Refuse a checkpoint of another model, method or recipe; the updates done in one that is accepted."""
     state = read_state(checkpoint)
     if state is None:
         raise OtaroError(f"{checkpoint} is not a complete checkpoint: resume from an earlier one")
@@ -82,3 +94,4 @@ def check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
                 f"{checkpoint} is of a run with {name} {saved.get(name)}, not {value}: "
                 "resume with the settings the run was begun with, or start a new one"
             )
+    return int(state["global_step"])

@@ -1,16 +1,8 @@
-"""Which width the next update is computed at.
+"""Which width the next update is computed at: BPS, the bit-width path search, or a baseline.
 
-BPS, the exploitation-exploration bit-width path search: at batch t it picks
-
-    argmax_b  λ·sqrt(ln t / t_b) − L_b
-
-where t_b counts how often width b was picked and L_b is the latest loss seen at it. The first term makes neglected
-widths attractive, the second prefers widths with a small loss; as t grows the first fades and the path leans toward the
-wider widths, whose gradients agree best with everybody's. A width that was never picked goes first, the widest of them
-leading, so nothing is divided by zero; ties go to the wider one.
-
-The baselines select too: one width for all batches, a width drawn at random, and no width at all (full precision).
-Pure Python; a selector's state is JSON.
+docs/method.md has the formula. As updates go by, BPS leans toward the wider widths, whose gradients agree best with
+everybody's. A width that was never picked goes first, the widest leading; ties go to the wider one. Pure Python; a
+selector's state is JSON.
 """
 
 from __future__ import annotations
@@ -136,28 +128,22 @@ class FixedSelector(WidthSelector):
 
 
 def make_selector(
-    method: str,
-    widths: Iterable[Precision],
-    *,
-    exploration: float = 5.0,
-    seed: int = 0,
+    method: str, widths: Iterable[Precision], *, exploration: float = 5.0, seed: int = 0
 ) -> WidthSelector:
     """That of a method: ``otaro`` and ``bps`` search, ``uniform`` draws, ``fixed:E5M3`` stays, ``fp16`` has no width.
 
     So has ``tiers``, but widths that are fitted.
     """
-    name, _, width = method.partition(":")
     widths = list(widths)
     if not widths:
         raise OtaroError("there are no widths to tune for: name at least one, such as E5M4")
-    if name in ("otaro", "bps") and not width:
+    if method in ("otaro", "bps"):
         return BitWidthPathSearch(widths, exploration)
-    if name == "uniform" and not width:
+    if method == "uniform":
         return UniformSelector(widths, seed)
-    if name == "tiers" and not width:
-        return FixedSelector(None, widths)
-    if name == "fp16" and not width:
-        return FixedSelector(None)
+    if method in ("tiers", "fp16"):
+        return FixedSelector(None, widths if method == "tiers" else ())
+    name, _, width = method.partition(":")
     if name == "fixed" and width:
         return FixedSelector(Precision(width))
     raise OtaroError(f"unknown method {method!r}: choose otaro, bps, uniform, tiers, fixed:E5M8 … fixed:E5M3 or fp16")

@@ -1,22 +1,14 @@
-"""Tiers: weights of their own for the narrow widths while they are tuned, one set of weights in the end.
+"""Tiers: weights of their own for the narrow widths while they are fitted, one set of weights in the end.
 
-One set of weights that is tuned at many widths in turn is a compromise: a gradient at E5M3 moves weights that E5M8
-would rather keep, and back. But the format leaves more freedom than that. E5M3 sees only which of its cells a weight
-lies in, E5M8 where in that cell. So E5M3 and E5M4 are given weights of their own, the tiers, and each tier is kept
-within the cell that the narrower one chose: what is computed at every width are prefixes of one and the same code, just
-as deployed.
-
-What there is to learn from the data is the same at every width, so it is learned before there are tiers; they are equal
-to their weights at first, and `otaro.tune.fitting` moves them.
-
-In the end :func:`settle` makes ordinary weights of the tiers: ones whose own codes are the codes of the tiers at
-every width. They are saved and packed like any others, and nothing of the tiers is left. Scales come from the weights.
-Settled weights might be given others, so theirs are kept beside them.
+docs/method.md has the idea. Each tier is kept within the cell that the narrower one chose, so what is computed at every
+width are prefixes of one code. Tiers are equal to their weights at first, `otaro.tune.fitting` moves them, and in the
+end :func:`settle` makes weights whose own codes are those of the tiers. Their scales are kept beside them, since
+settled weights might be given others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +26,11 @@ TIER_NAMES = tuple(f"_{width}" for width in Precision)
 """How the names of tiers end."""
 
 
+def simulated(model: nn.Module) -> Iterator[FakeSefp]:
+    """The layers of a model that go through the format."""
+    return (module for module in model.modules() if isinstance(module, FakeSefp))
+
+
 def check_tiers(format: Format, widths: Sequence[Precision]) -> None:
     """Refuse tiers that a format cannot have."""
     if WIDEST in widths:
@@ -48,9 +45,7 @@ def add_tiers(model: nn.Module, widths: Sequence[Precision]) -> None:
     They are parameters beside the weight, ``weight_E5M3``. Layers that share a weight share its tiers.
     """
     shared: dict[int, list[tuple[Precision, nn.Module, str]]] = {}
-    for module in model.modules():
-        if not isinstance(module, FakeSefp):
-            continue
+    for module in simulated(model):
         check_tiers(module.format, widths)
         places = {}
         for name, weight in list(module.named_parameters(recurse=False)):
@@ -74,8 +69,8 @@ def tiers_of(model: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def start_tiers(model: nn.Module) -> None:
     """Make tiers equal to their weights again."""
-    for module in model.modules():
-        for name, tiers in module.tiers.items() if isinstance(module, FakeSefp) else ():
+    for module in simulated(model):
+        for name, tiers in module.tiers.items():
             for _, tier in tiers:
                 tier.copy_(cast(Tensor, module._parameters[name]))
 
@@ -84,7 +79,7 @@ def start_tiers(model: nn.Module) -> None:
 def hold_scales(model: nn.Module) -> None:
     """Find the scales of all weights that have tiers, once: weights stay as they are from now on."""
     found: dict[int, Tensor] = {}
-    for module in (module for module in model.modules() if isinstance(module, FakeSefp)):
+    for module in simulated(model):
         known = {}
         for name in module.tiers:
             weight: Any = module._parameters[name]
@@ -97,13 +92,6 @@ def hold_scales(model: nn.Module) -> None:
             module.__dict__.update(scales=known, settled=True)
 
 
-def let_scales_go(model: nn.Module) -> None:
-    """Have scales found as usual again."""
-    for module in model.modules():
-        if isinstance(module, FakeSefp):
-            module.__dict__.update(scales={}, settled=False)
-
-
 def leave_out_tiers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Let an optimizer train the weights only: tiers are moved by `otaro.tune.fitting`."""
     tiers = {id(tier) for tier in tiers_of(model).values()}
@@ -114,14 +102,10 @@ def leave_out_tiers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 @torch.no_grad()
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Average gradients over all processes; one that used a weight in no pass takes part with zeros."""
-    waiting = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.div_(distributed.get_world_size())
-        waiting.append(distributed.all_reduce(parameter.grad, async_op=True))
-    for work in waiting:
-        work.wait()
+        distributed.all_reduce(parameter.grad.div_(distributed.get_world_size()))
 
 
 @torch.no_grad()
@@ -134,9 +118,8 @@ def settle_model(model: nn.Module) -> int:
     """
     lost = 0
     scales: dict[int, Tensor] = {}
-    layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
     reshard(model)
-    for layer in layers:
+    for layer in simulated(model):
         known = {}
         for name, tiers in layer.tiers.items():
             weight: Any = layer._parameters[name]
@@ -151,13 +134,18 @@ def settle_model(model: nn.Module) -> int:
             known[name] = scales[id(weight)]
         if known:
             layer.__dict__.update(scales=known, settled=True)
-    drop_tiers(model)
+    drop_tiers(model, settled=True)
     return lost
 
 
-def drop_tiers(model: nn.Module) -> None:
-    """Leave a model without tiers, but for sharded ones, which it only no longer computes with."""
-    for layer in (module for module in model.modules() if isinstance(module, FakeSefp)):
+def drop_tiers(model: nn.Module, *, settled: bool = False) -> None:
+    """Leave a model without tiers, but for sharded ones, which it only no longer computes with.
+
+    Unless they were settled, scales are found as usual again.
+    """
+    for layer in simulated(model):
+        if not settled:
+            layer.__dict__.update(scales={}, settled=False)
         for places in layer.tier_places.values():
             for _, owner, tier in places:
                 if not isinstance(owner._parameters.get(tier), DTensor):
@@ -172,22 +160,23 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_rows(weight: Tensor, turned: bool) -> Tensor:
     """What this process holds of a weight, its groups along the last dimension."""
-    local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
-    return local.transpose(-1, -2) if turned else local
+    return local(weight).transpose(-1, -2) if turned else local(weight)
 
 
-def all_rows(local: Tensor, weight: Tensor) -> Tensor:
+def all_rows(own: Tensor, weight: Tensor) -> Tensor:
     """What all processes together have for the rows of a weight, each for those that it holds."""
     if not isinstance(weight, DTensor):
-        return local
-    shape = torch.Size((weight.shape[0], *local.shape[1:]))
-    stride = local.contiguous().stride()
-    whole = DTensor.from_local(
-        local.contiguous(), weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
-    )
-    return whole.full_tensor()
+        return own
+    own = own.contiguous()
+    shape, place = torch.Size((weight.shape[0], *own.shape[1:])), (weight.device_mesh, weight.placements)
+    return DTensor.from_local(own, *place, run_check=False, shape=shape, stride=own.stride()).full_tensor()
 
 
 def without_tiers(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,10 +1,10 @@
 """The loop: transformers' Trainer with a width for every update.
 
-What this adds to the Trainer is little. The model's layers are simulated ones (see `otaro.nn`): a width set on them
-makes them compute with the weights that width would have when packed. Before an update a selector says at which width
-it is computed (`otaro.tune.selector`); its gradients are computed by `otaro.tune.update`, all micro-batches at once;
-for the method ``otaro`` the optimizer lets ultra-low widths wait (`otaro.tune.delay`). All of it is in the checkpoint:
-the selector in trainer_state.json, held gradients and averaged weights in the optimizer's state.
+The model's layers are simulated ones (see `otaro.nn`): a width set on them makes them compute with the weights that
+width would have when packed. Before an update a selector says at which width it is computed (`otaro.tune.selector`);
+its gradients are computed by `otaro.tune.update`, all micro-batches at once; for the method ``otaro`` the optimizer
+lets ultra-low widths wait (`otaro.tune.delay`). A checkpoint has the selector in trainer_state.json, held gradients and
+averaged weights in the optimizer's state.
 
 With several processes the loss of an update is reduced over all of them before the selector sees it, so every process
 selects the same width without being told.
@@ -22,14 +22,12 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.training_args import OptimizerNames
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -42,18 +40,17 @@ from otaro.progress import Progress
 from otaro.quiet import quiet
 from otaro.refresh import Refresher
 from otaro.tune import average, resume
-from otaro.tune.callbacks import ProgressLine, UpdateCallback, model_signature, settings
+from otaro.tune.callbacks import UpdateCallback, model_signature, settings
 from otaro.tune.compilation import Compilation, can_compile
-from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
+from otaro.tune.config import TuneArguments
 from otaro.tune.data import learn_prompts, lengths, make_collator
-from otaro.tune.delay import Apply, DelayedOptimizer
+from otaro.tune.delay import DelayedOptimizer
 from otaro.tune.finishing import finish
 from otaro.tune.graphs import Graphs, pays
 from otaro.tune.held_out import PASSES, WORSE, Watch, hold_back, mean_loss
 from otaro.tune.model import has_adapters, save_settled
 from otaro.tune.tiers import add_tiers, check_tiers, leave_out_tiers, reshard
 from otaro.tune.update import Batch, Processes, compute_gradients
-from otaro.tune.writing import writing
 
 ITEMS = "num_items_in_batch"
 CONFIGS = Path(__file__).parent / "accelerate"
@@ -101,25 +98,18 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         args = copy(args)  # what is filled in here is of this model, not of the next one these arguments are used for
         self.selector = args.make_selector()
         self.delayed: DelayedOptimizer | None = None
-        self.done = False
-        """Whether tiers are settled, with which the trainer has done what it can."""
-        self.interrupted = False
-        """Whether the run was asked to stop (Ctrl-C) and did so with a checkpoint."""
-        self.asked_to_stop = False
-        """Whether this process was."""
-        self.unsettled = 0
-        """Groups of weights that did not keep all bits of their tiers when these were settled."""
-        self.update_loss: Tensor
-        """This process's share of the loss of the last update."""
-        self.held_out: Any = None
-        """Sequences that are not learned but measured on; None where there are none."""
+        self.done = False  # whether tiers are settled, with which the trainer has done what it can
+        self.interrupted = False  # whether the run was asked to stop (Ctrl-C) and did so with a checkpoint
+        self.asked_to_stop = False  # whether this process was
+        self.unsettled = 0  # groups of weights that did not keep all bits of their tiers when these were settled
+        self.update_loss: Tensor  # this process's share of the loss of the last update
+        self.held_out: Any = None  # sequences that are not learned but measured on; None where there are none
         self.watch = Watch()
-        self.ended = False
-        """Whether something ended the run before its last update, such as early stopping."""
+        self.ended = False  # whether something ended the run before its last update, such as early stopping
         self._hooked = False
         self._resumed = False
         self.batches: list[Batch] = []
-        self._progress = progress
+        self.progress = progress
         if not any(isinstance(module, FakeSefp) for module in model.modules()):
             convert.simulate(model, args.format, args.floor)
         self._layers = [module for module in model.modules() if isinstance(module, FakeSefp)]
@@ -150,8 +140,6 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 options["train_dataset"], args.held_back, args.constants.held_back_most
             )
         super().__init__(model=model, args=args, **options)
-        if self.is_deepspeed_enabled:
-            raise OtaroError(DEEPSPEED_REFUSED)
         sizes = lengths(self.train_dataset)
         tokens = sum(sizes) / len(sizes) * update_sequences(args) if sizes else None
         if args.learning_rate is None:
@@ -187,7 +175,6 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if progress is not None:
             self.remove_callback(PrinterCallback)
             self.remove_callback(ProgressCallback)
-            self.add_callback(ProgressLine(self, self.update_callback, progress))
 
     def _learning_rate(self, model: nn.Module, tokens: float | None) -> float:
         config = getattr(model, "config", None)
@@ -220,15 +207,13 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             leave_out_tiers(optimizer, self.model if model is None else model)
         if self.args.method == "otaro":
             if created:
-                apply = cast(Apply, self.args.delay_apply)
+                args = self.args
                 # In float16 unscaled gradients are too small to be held in it.
-                dtype = torch.bfloat16 if self.args.bf16 else None
-                optimizer = DelayedOptimizer(optimizer, self.args.ultra_low_widths, self.args.delay, apply, dtype)
-                self.optimizer = optimizer
+                dtype = torch.bfloat16 if args.bf16 else None
+                optimizer = DelayedOptimizer(optimizer, args.ultra_low_widths, args.delay, args.delay_apply, dtype)
+                self.optimizer = self.delayed = optimizer
             elif self.delayed is None:
                 raise OtaroError("the method otaro wraps the optimizer itself: set `optim`, do not pass `optimizers`")
-            if isinstance(optimizer, DelayedOptimizer):
-                self.delayed = optimizer
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -297,24 +282,14 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         accelerator = self.accelerator
         return Processes(
             accelerator.num_processes,
-            accelerator.process_index,
             partial(accelerator.reduce, reduction="sum"),
             accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
         )
 
-    @property
-    def watched(self) -> bool:
-        """Whether somebody is told how far the run has come."""
-        return self._progress is not None
-
-    def report(self, description: str, done: int | None = None, total: int | None = None) -> None:
+    def report(self, description: str, of_all: tuple[int, int] | None = None) -> None:
         """Tell whoever watches what goes on, by default after how many of the run's updates."""
-        if self._progress is not None:
-            self._progress(
-                description,
-                self.state.global_step if done is None else done,
-                self.state.max_steps if total is None else total,
-            )
+        if self.progress is not None:
+            self.progress(description, *(of_all or (self.state.global_step, self.state.max_steps)))
 
     def mean_over_processes(self, losses: Sequence[Tensor]) -> list[float]:
         """What losses are over all processes, which is waited for; also sets `interrupted`."""
@@ -370,11 +345,11 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             raise OtaroError("this trainer's run is done, and its tiers are settled: make a new one for another run")
         checkpoint, start = self._checkpoint(resume_from_checkpoint), 0
         if checkpoint is not None:
-            start = resume.step_of(checkpoint)
-            resume.check_settings(checkpoint, settings(self))
+            start = resume.check_settings(checkpoint, settings(self))
             self.accelerator.wait_for_everyone()
-            if self.is_world_process_zero():
-                resume.drop_later(Path(self.args.output_dir), checkpoint)
+            folder = Path(self.args.output_dir)
+            if self.is_world_process_zero() and checkpoint.resolve().parent == folder.resolve():
+                resume.drop_later(folder, start)
         self.interrupted = self.asked_to_stop = False
         self._resumed = checkpoint is not None
         try:
@@ -439,10 +414,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **options)
 
     def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
-        if asked is None or asked is False:
-            return None
         if asked is not True:
-            return Path(asked)
+            return Path(asked) if asked else None
         found = resume.last_complete(Path(self.args.output_dir))
         if found is None:
             raise OtaroError(f"{self.args.output_dir} holds no complete checkpoint to resume from: start a new run")
@@ -461,11 +434,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         """Other callbacks' counters, such as early stopping's patience; the selector's is read when training begins."""
         for callback in self.callback_handler.callbacks:
             saved = self.state.stateful_callbacks.get(type(callback).__name__)
-            if (
-                isinstance(callback, ExportableState)
-                and callback is not self.update_callback
-                and isinstance(saved, dict)
-            ):
+            if isinstance(saved, dict) and callback is not self.update_callback:
                 for name, value in saved["attributes"].items():
                     setattr(callback, name, value)
 
@@ -473,7 +442,7 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         self.ended = self.control.should_training_stop and not self.interrupted
         try:
-            with quiet(), writing(folder, partial(resume.how_to_go_on, folder.parent)):
+            with quiet(), resume.writing(folder, folder.parent):
                 super()._save_checkpoint(*args, **options)
         except BaseException:
             if self.is_world_process_zero() and resume.read_state(folder) is None:
@@ -485,16 +454,14 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         model: Any = self.model
-        if isinstance(model, PreTrainedModel):
+        state = model.state_dict() if state_dict is None else state_dict
+        if isinstance(model, PreTrainedModel) or has_adapters(model):
             # By default fused experts are saved as the original files have them, one by one; in a checkpoint the
             # Trainer would not find them again and go on with the weights it happens to hold.
             original = resume.CHECKPOINT.fullmatch(folder.name) is None
             model.save_pretrained(folder, state_dict=state_dict, save_original_format=original)
-            save_settled(model, folder, state_dict or model.state_dict())
-        elif has_adapters(model):
-            model.save_pretrained(folder, state_dict=state_dict)
+            save_settled(model, folder, state)
         else:
-            state = model.state_dict() if state_dict is None else state_dict
             save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
@@ -516,14 +483,13 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
         if threading.current_thread() is not threading.main_thread():
             yield  # signals are the main thread's
             return
-        before = signal.getsignal(signal.SIGINT)
 
-        def stop(number: int, frame: FrameType | None) -> None:
+        def stop(*_: object) -> None:
             if self.asked_to_stop:
                 raise KeyboardInterrupt
             self.asked_to_stop = True
 
-        signal.signal(signal.SIGINT, stop)
+        before = signal.signal(signal.SIGINT, stop)
         try:
             yield
         finally:

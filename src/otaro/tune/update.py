@@ -6,8 +6,8 @@ Nothing in it waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from transformers import masking_utils
 
 from otaro.precision import Precision
 from otaro.refresh import Refresher
 from otaro.tune.data import IGNORED
-from otaro.tune.graphs import Graphs
+from otaro.tune.graphs import Graphs, masking
 
 Batch = dict[str, Any]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -32,7 +31,6 @@ class Processes:
     """The processes that an update is spread over; `total` adds up over them."""
 
     count: int = 1
-    index: int = 0
     total: Callable[[Tensor], Tensor] = lambda value: value
     sync_each_batch: bool = False
     """Sharded gradients are added up after each micro-batch, which takes less memory, not after the last one."""
@@ -60,7 +58,7 @@ def compute_gradients(
         raise ValueError("the model's own loss counts the tokens of one update, which a captured pass would keep")
     total = torch.zeros((), device=batches[0]["labels"].device)
     if loss is None:
-        loss = _model_loss(processes.total(_predictions(batches)), processes.count, context)
+        loss = _model_loss(processes.total(predictions(batches)), processes.count, context)
 
     def compute(batch: Batch) -> Tensor:
         value = loss(model, batch)
@@ -76,32 +74,21 @@ def compute_gradients(
     return total
 
 
-@contextmanager
-def without_packing(batches: Sequence[Batch]) -> Iterator[None]:
+def without_packing(batches: Sequence[Batch]) -> AbstractContextManager[None]:
     """Batches that come without positions have one sequence to a row, so transformers need not look whether positions
     begin anew somewhere, which it would wait for the device for in every pass."""
-    look = masking_utils.find_packed_sequence_indices
-    if not any("position_ids" in batch for batch in batches):
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = look
-
-
-def gradients_apart(model: nn.Module) -> AbstractContextManager[None]:
-    """Passes after which DDP does not wait for the gradients of all weights: not all have one.
-
-    Not accelerate's `no_sync`, which does nothing for a single process; DDP waits there too.
-    """
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+    if any("position_ids" in batch for batch in batches):
+        return nullcontext()
+    return masking("find_packed_sequence_indices", lambda position_ids: None)
 
 
 def _synchronised(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Gradients are added up over processes after the last micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
-    return nullcontext() if last else gradients_apart(model)
+    if last or not isinstance(model, DistributedDataParallel):
+        return nullcontext()
+    return model.no_sync()  # not accelerate's, which does nothing for a single process; DDP waits there too
 
 
 def _model_loss(tokens: Tensor, count: int, context: Callable[[], AbstractContextManager[Any]]) -> Loss:
@@ -115,6 +102,6 @@ def _model_loss(tokens: Tensor, count: int, context: Callable[[], AbstractContex
     return loss
 
 
-def _predictions(batches: Sequence[Batch]) -> Tensor:
+def predictions(batches: Sequence[Batch]) -> Tensor:
     """What there is to predict in the micro-batches."""
     return torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
