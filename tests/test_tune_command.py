@@ -575,14 +575,27 @@ def test_the_plot_of_a_short_run_shows_every_update(
         (("--sequence-length", 500), "longer than the model's 128 positions"),
         (("--resume",), "no checkpoint in"),
         (("--data", "missing.txt"), "there is no file or folder missing.txt"),
+        (("--seed", "-1"), "the seed -1 is no number from 0 to 4294967295"),
+        (("--epochs", "inf"), "num train epochs inf is no number to tune with"),
+        (("--learning-rate", "inf"), "learning rate inf is no number to tune with"),
+        (("--scheme", "best"), "^unknown scheme"),
+        (("--optimizer", "galore_adamw"), "the optimizer galore_adamw cannot be had: .*galore"),
+        (("--report-to", "nobody"), "the run cannot report to nobody: nobody is not supported"),
     ],
 )
 def test_what_cannot_be_run(
-    arguments: tuple[Any, ...], message: str, tiny_llama: Path, book: Path, tmp_path: Path
+    arguments: tuple[Any, ...],
+    message: str,
+    tiny_llama: Path,
+    book: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(OtaroError, match=message):
         command(tiny_llama, tmp_path / "tuned", *short(book), *arguments)
-    assert not (tmp_path / "tuned").exists()
+    assert sorted(tmp_path.iterdir()) == before
+    assert "so the method is" not in capsys.readouterr().err
 
 
 def test_places_that_cannot_be_written(tiny_llama: Path, book: Path, tmp_path: Path) -> None:
@@ -590,6 +603,8 @@ def test_places_that_cannot_be_written(tiny_llama: Path, book: Path, tmp_path: P
         command(tiny_llama, tmp_path, *short(book))
     with pytest.raises(OtaroError, match="not a folder"):
         command(tiny_llama, tmp_path / "a" / "b", *short(book))
+    with pytest.raises(OtaroError, match="'.' is the folder you are in"):
+        command(tiny_llama, ".", *short(book))
 
 
 def test_a_model_without_a_tokenizer(tiny_llama: Path, book: Path, tmp_path: Path) -> None:

@@ -176,6 +176,8 @@ def test_blocks_without_any_answer_are_refused(tmp_path: Path) -> None:
     [
         ('{"text": "a"}\n{"text": \n', "data.jsonl, line 2 is not readable JSON"),
         ('{"text": "a"}\n\n[1]\n', "data.jsonl, line 3 is not a JSON object"),
+        ('[{"text": "a"},\n{"text": "b"}, 3]', "data.jsonl, record 3 is not a JSON object"),
+        ("[" * 100_000, "data.jsonl is not readable JSON"),
         ('{"title": "a"}\n', "line 1 has none of the fields"),
         ('{"text": 3}\n', "line 1 has a field text that is no text"),
         ('{"instruction": "a"}\n', "instruction without an output"),
@@ -191,6 +193,13 @@ def test_data_that_cannot_be_used(content: str, message: str, tmp_path: Path) ->
     path.write_text(content)
     with pytest.raises(OtaroError, match=message):
         load_blocks([path], TOKENIZER, 16)
+
+
+def test_the_mark_that_some_editors_begin_files_with_is_no_text(tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_text("the text " * 9, "utf-8")
+    marked.write_text("the text " * 9, "utf-8-sig")
+    assert read(load_blocks([marked], TOKENIZER, 16)) == read(load_blocks([plain], TOKENIZER, 16))
 
 
 def test_text_that_cannot_be_used(tmp_path: Path) -> None:

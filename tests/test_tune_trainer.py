@@ -436,6 +436,12 @@ def test_a_run_without_a_learning_rate_takes_that_of_its_model_and_update(tmp_pa
     made = OtaroTrainer(random_model("llama"), args, train_dataset=Blocks())
     assert made.args.learning_rate == made.create_optimizer().param_groups[0]["lr"] == expected
     assert args.learning_rate is None  # and may be used for another model
+    whole = OtaroTrainer(
+        random_model("llama"),
+        arguments(tmp_path, learning_rate=None, per_device_train_batch_size=1000),
+        train_dataset=Blocks(),
+    )
+    assert whole.args.learning_rate == recipe.Recipe().learning_rate_for(48, len(Blocks()) * 16)
     assert trainer(tmp_path, learning_rate=0.25).args.learning_rate == 0.25
 
 

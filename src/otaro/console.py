@@ -239,9 +239,9 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """A text that a person gave; `name` says where it was."""
+    """A text that a person gave, without the mark that some editors begin files with; `name` says where it was."""
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise OtaroError(f"{name} is not UTF-8 text: the byte at position {error.start} cannot be read") from error
 

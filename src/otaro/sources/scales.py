@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -62,7 +63,14 @@ class GivenScales:
 
     def find(self, name: str, weight: Tensor, shape: tuple[int, ...], format: Format) -> Tensor | None:
         """The scales of a weight that is packed in that shape and format, if they are of this very weight."""
-        if self._file is None or name not in self._file.tensors or format != self._format:
+        if self._file is None or name not in self._file.tensors:
+            return None
+        if format != self._format:
+            # Said once, by default, however many weights there are.
+            tuned = f"{self._format.scheme} in groups of {self._format.group_size}"
+            warnings.warn(
+                f"otaro: the model was tuned for {tuned}; packed otherwise its widths are others", stacklevel=2
+            )
             return None
         if self._digests.get(name) != digest(weight):
             return None

@@ -159,8 +159,8 @@ def all_finite(model: torch.nn.Module) -> bool:
 
 def diverged(what: str, step: int, width: Width) -> OtaroError:
     return OtaroError(
-        f"{what} at step {step}, at the width {width_name(width)}: the last checkpoint is kept; "
-        "lower the learning rate or look at the data of that step, then resume or start again"
+        f"{what} at step {step}, at the width {width_name(width)}: lower the learning rate or look at the data of that "
+        "step, then resume from the last checkpoint, if there is one, or start again"
     )
 
 

@@ -139,9 +139,13 @@ def tune(
     given = {**locals(), "optim": optimizer}  # options by their names
     import torch
 
+    from otaro.sefp import Format
     from otaro.tune.config import TuneArguments
     from otaro.tune.recipe import SETTINGS, find_recipe, settings
+    from otaro.tune.resume import last_complete
 
+    if not out.name:
+        raise OtaroError(f"{str(out)!r} is the folder you are in: name one that does not exist yet")
     work = out.with_name(f"{out.name}.tuning")
     if resume and (updates := finished_updates(out)) is not None:
         if _is_first():
@@ -162,7 +166,7 @@ def tune(
             raise OtaroError(f"{option} has no meaning where tiers are only fitted: leave it or --fit-only out")
     options: dict[str, Any] = {name: given[name] for name in SETTINGS if given.get(name) is not None}
     constants = find_recipe(recipe)
-    chosen = scheme or constants.scheme
+    chosen = Format(scheme or constants.scheme).scheme  # type: ignore[arg-type]
     if method is None and constants.method == "tiers" and chosen != "nested" and not fit_only:
         options["method"] = "bps"
         if _is_first():
@@ -193,7 +197,13 @@ def tune(
     )
     text = None if eval_text is None else (str(eval_text), decode_text(eval_text.read_bytes(), str(eval_text)))
     shared = ("sequence_length", "padded", "lora", "eval_windows", "early_stopping", "resume")
-    run(model, out, args, data, eval_text=text, **{name: given[name] for name in shared})
+    fresh = not work.exists()
+    try:
+        run(model, out, args, data, eval_text=text, **{name: given[name] for name in shared})
+    except BaseException:
+        if fresh and _is_first() and last_complete(work) is None:
+            shutil.rmtree(work, ignore_errors=True)  # nothing in it that could be gone on with
+        raise
     if _is_first():
         note(f"The tuned model is in {out}: pack it with otaro pack {out} {out}-packed{pack_options(args)}")
 

@@ -6,6 +6,7 @@ Trainer can do (mixed precision, gradient accumulation and checkpointing, schedu
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,12 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
                 "DeepSpeed is not supported: its engine owns the optimizer, which must hold gradients back; "
                 "use the accelerate configs for DDP or FSDP2 instead"
             )
+        for name in ("learning_rate", "num_train_epochs"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise OtaroError(f"{name.replace('_', ' ')} {value} is no number to tune with: choose another")
+        if not 0 <= self.seed < 2**32:
+            raise OtaroError(f"the seed {self.seed} is no number from 0 to {2**32 - 1}: choose another")
         if self.delay < 1:
             raise OtaroError(f"a delay of {self.delay} batches holds nothing: choose 1 or more")
         if self.delay_apply not in APPLY:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from otaro.console import decode_text
 from otaro.errors import OtaroError
 from otaro.evaluate.perplexity import split_windows
 from otaro.tokenizer import TemplateError, beginning, encode, encode_all, write_chat
@@ -184,8 +185,8 @@ def read_examples(source: str | Path, tokenizer: Any) -> Iterator[Example]:
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix.lower() in JSONL_SUFFIXES:
-            for number, record in _read_jsonl(path):
-                yield make_example(record, tokenizer, f"{path}, line {number}")
+            for where, record in _read_jsonl(path):
+                yield make_example(record, tokenizer, where)
         else:
             text = _read_text(path)
             yield [(text + (tokenizer.eos_token or "") if text.strip() else "", True)]
@@ -298,27 +299,25 @@ def _string(record: dict[str, Any], name: str, where: str) -> str:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise OtaroError(f"{path} is not UTF-8 text: the byte at position {error.start} cannot be read") from error
+    return decode_text(path.read_bytes(), str(path))
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    """Records, and what each is called in errors."""
     text = _read_text(path)
     if text.lstrip().startswith("["):
         # Alpaca itself is published as one JSON array.
         try:
             records = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise OtaroError(f"{path} is not readable JSON: {error}") from error
-        yield from enumerate(records, 1)
+        yield from ((f"{path}, record {number}", record) for number, record in enumerate(records, 1))
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                yield number, json.loads(line)
-            except ValueError as error:
+                yield f"{path}, line {number}", json.loads(line)
+            except (ValueError, RecursionError) as error:
                 raise OtaroError(f"{path}, line {number} is not readable JSON: {error}") from error
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from otaro import convert
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, foreign_code
 from otaro.json_file import write_json
 from otaro.nn import FakeSefp
 from otaro.partial import new_folder
@@ -38,7 +38,7 @@ def add_adapters(model: nn.Module, format: Format, floor: Precision, *, rank: in
     convert.simulate(model, format, floor)
     options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, **options)
-    with quiet():
+    with quiet(), foreign_code("adapters cannot be added to this model"):
         return peft.get_peft_model(model, config)
 
 

@@ -33,7 +33,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from otaro import convert
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, foreign_code
 from otaro.nn import FakeSefp, FakeSefpConv1D
 from otaro.precision import Precision
 from otaro.progress import Progress
@@ -122,8 +122,9 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
                 )
         self.tiers = args.tier_widths if args.method == "tiers" else []
         if self.tiers:
-            if not has_adapters(model) and any(not parameter.requires_grad for parameter in model.parameters()):
-                raise OtaroError("tiers need every weight, or adapters, to be trained: choose another method")
+            weights = (layer.get_parameter(name) for layer in self._layers for name in layer.transposed)
+            if not has_adapters(model) and any(not weight.requires_grad for weight in weights):
+                raise OtaroError("tiers need all weights that are packed, or adapters, trained: choose another method")
             check_tiers(args.format, self.tiers)
         # Taken now: sharding changes the classes of modules.
         self.signature = model_signature(model)
@@ -139,9 +140,16 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             options["train_dataset"], self.held_out = hold_back(
                 options["train_dataset"], args.held_back, args.constants.held_back_most
             )
-        super().__init__(model=model, args=args, **options)
+        # Whoever is reported to has packages of its own.
+        reporting = (
+            foreign_code(f"the run cannot report to {' and '.join(args.report_to)}")
+            if args.report_to
+            else nullcontext()
+        )
+        with reporting:
+            super().__init__(model=model, args=args, **options)
         sizes = lengths(self.train_dataset)
-        tokens = sum(sizes) / len(sizes) * update_sequences(args) if sizes else None
+        tokens = sum(sizes) / len(sizes) * min(update_sequences(args), len(sizes)) if sizes else None
         if args.learning_rate is None:
             args.learning_rate = self._learning_rate(model, tokens)
         if args.optim == OptimizerNames.ADAMW_TORCH and args.device.type == "cuda":
@@ -198,7 +206,10 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         created = self.optimizer is None
-        optimizer = super().create_optimizer(model)
+        with foreign_code(
+            f"the optimizer {OptimizerNames(self.args.optim).value} cannot be had"
+        ):  # some are of packages of their own
+            optimizer = super().create_optimizer(model)
         if not self._hooked:
             self._hooked = True
             if self.args.average:
