@@ -220,7 +220,7 @@ def test_a_conversation_is_saved_and_loaded(talk: Talk, tmp_path: Path, monkeypa
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     (example,) = read_examples(path, tokenizer)
-    assert [text for text, learned in example.pieces if learned] == ["answer 1|", "answer 2|", "answer 1|"]
+    assert [text for text, learned in example if learned] == ["answer 1|", "answer 2|", "answer 1|"]
 
 
 def test_save_leaves_other_files_alone(talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

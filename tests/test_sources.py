@@ -21,6 +21,7 @@ import numpy
 import pytest
 import torch
 import transformers
+from architectures import random_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import Chunk, WeightConverter
@@ -31,6 +32,7 @@ from otaro.safetensors_file import DTYPES, SafetensorsFile
 from otaro.sources import Source, TensorSpec, conversion, folder, open_source
 from otaro.sources import gguf as gguf_source
 from otaro.sources.gguf_file import GgufFile
+from otaro.sources.loading import load_model
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -784,3 +786,14 @@ def test_safetensors_file_with_an_absurd_length(tmp_path: Path) -> None:
 def test_safetensors_file_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"none\.safetensors cannot be opened"):
         SafetensorsFile(tmp_path / "none.safetensors")
+
+
+def test_a_model_in_eight_bits_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    random_model("llama").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with open_source(str(tmp_path)) as source:
+        assert torch.equal(load_model(source).get_parameter(name), weights[name].float())

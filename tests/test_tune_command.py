@@ -576,8 +576,10 @@ def test_the_plot_of_a_short_run_shows_every_update(
         (("--resume",), "no checkpoint in"),
         (("--data", "missing.txt"), "there is no file or folder missing.txt"),
         (("--seed", "-1"), "the seed -1 is no number from 0 to 4294967295"),
-        (("--epochs", "inf"), "num train epochs inf is no number to tune with"),
-        (("--learning-rate", "inf"), "learning rate inf is no number to tune with"),
+        (("--epochs", "inf"), "the number of epochs inf is no number to tune with"),
+        (("--learning-rate", "inf"), "the learning rate inf is no number to tune with"),
+        (("--method", "bps", "--exploration", "nan"), "the λ nan is no number to tune with"),
+        (("--ultra-low", ""), "the method tiers fits ultra-low widths: name some"),
         (("--scheme", "best"), "^unknown scheme"),
         (("--optimizer", "galore_adamw"), "the optimizer galore_adamw cannot be had: .*galore"),
         (("--report-to", "nobody"), "the run cannot report to nobody: nobody is not supported"),
@@ -603,7 +605,7 @@ def test_places_that_cannot_be_written(tiny_llama: Path, book: Path, tmp_path: P
         command(tiny_llama, tmp_path, *short(book))
     with pytest.raises(OtaroError, match="not a folder"):
         command(tiny_llama, tmp_path / "a" / "b", *short(book))
-    with pytest.raises(OtaroError, match="'.' is the folder you are in"):
+    with pytest.raises(OtaroError, match="'.' is no name for a folder"):
         command(tiny_llama, ".", *short(book))
 
 

@@ -38,14 +38,16 @@ if __name__ == "__main__":
     for name in given.settings.split(","):
         setting = dict(SETTINGS[name])
         text = given.data / setting.pop("text")
-        setting |= {
-            "model": str(given.data / setting["model"]),
+        options = {
+            "model": given.data / setting.pop("model"),
+            "train": text / "train.npy",
+            "test": text / "test.npy",
             "out": (given.out or Path(__file__).parent / "runs") / name,
             "runs": given.runs,
             "seeds": given.seeds,
-            "keep": given.keep and given.keep / name,
         }
         one = argparse.ArgumentParser()
         tuning.add_arguments(one, RUNS, **setting)
-        texts = ("--train", str(text / "train.npy"), "--test", str(text / "test.npy"))
-        tuning.run_all(one.parse_args(texts), Path(__file__).parent)
+        one.set_defaults(keep=given.keep and given.keep / name)
+        chosen = one.parse_args([str(part) for option in options.items() for part in (f"--{option[0]}", option[1])])
+        tuning.run_all(chosen, Path(__file__).parent)

@@ -241,7 +241,7 @@ def read_prompt(prompt: str | None) -> str:
 def decode_text(data: bytes, name: str) -> str:
     """A text that a person gave, without the mark that some editors begin files with; `name` says where it was."""
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise OtaroError(f"{name} is not UTF-8 text: the byte at position {error.start} cannot be read") from error
 

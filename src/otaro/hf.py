@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -174,15 +175,19 @@ class SefpModel:
     @property
     def dtype(self) -> torch.dtype:
         """The type of its weights' values; there may be no parameter left that transformers could ask."""
-        return self._any_layer.values_like.dtype
+        return self._any_tensor.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._any_layer.values_like.device
+        return self._any_tensor.device
 
     @property
-    def _any_layer(self) -> SefpWeight:
-        return cast(SefpWeight, next(iter(convert.sefp_layers(cast(Any, self)).values())))
+    def _any_tensor(self) -> Tensor:
+        model = cast(Any, self)
+        parameter: Tensor | None = next(model.parameters(), None)
+        if parameter is not None:
+            return parameter
+        return cast(SefpWeight, next(iter(convert.sefp_layers(model).values()))).values_like
 
     @property
     def precision(self) -> Precision:

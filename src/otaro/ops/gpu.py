@@ -5,8 +5,8 @@ millisecond of memory traffic, but one small launch per layer and operation cost
 walks over a list of tensors: each program takes a block of groups of one of them, found in a table made once per list.
 The width is an argument, not a constant, so one compiled kernel serves all of them.
 
-Same results as :mod:`otaro.sefp`, bit for bit: steps are built from the bits of scales, no product is fused with a sum,
-and errors are counted in integers.
+Same results as :mod:`otaro.sefp`, bit for bit: steps are built from the bits of scales, no product that rounds is fused
+with a sum, and errors are whole numbers that a float holds exactly, squared and added up in integers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from otaro.sefp import CANDIDATES, ERROR_WIDTH, SCHEMES, WEIGHT_DTYPES, Format, 
 
 BLOCK_WEIGHTS = 1024
 WARPS = 4
-"""So a thread has eight weights of one group, and no group is divided among warps."""
+"""So, of whole groups of up to 128 weights, a thread has four or eight of one group, and none is divided among warps:
+each sum over a group would need a barrier then."""
 MOST_TIERS = 2
 ALIGNMENT = 16
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -39,10 +39,10 @@ def load_model(
     with torch.no_grad():
         for number, spec in enumerate(source.tensors, 1):
             weight = source.read(spec)
-            if weight.is_floating_point() and spec.name in parameters and not bool(torch.isfinite(weight).all()):
-                sefp.check_weight(weight, f"tensor {spec.name}")  # says where
             see(spec, weight)
             state[spec.name].copy_(weight)
+            if spec.name in parameters:
+                sefp.check_weight(state[spec.name], f"tensor {spec.name}")
             if progress is not None:
                 progress(f"reading {spec.name}", number, len(source.tensors))
     model.tie_weights()

@@ -69,7 +69,8 @@ class GivenScales:
             # Said once, by default, however many weights there are.
             tuned = f"{self._format.scheme} in groups of {self._format.group_size}"
             warnings.warn(
-                f"otaro: the model was tuned for {tuned}; packed otherwise its widths are others", stacklevel=2
+                f"otaro: the model was tuned for {tuned}: its scales are not used, narrow widths may be worse",
+                stacklevel=2,
             )
             return None
         if self._digests.get(name) != digest(weight):

@@ -154,7 +154,7 @@ def all_finite(model: torch.nn.Module) -> bool:
     """Whether every trained weight is a number; asked before a checkpoint replaces a good one."""
     trained = [local(weight) for weight in model.parameters() if weight.requires_grad]
     finite = [torch.isfinite(weight).all().to(trained[0].device) for weight in trained]
-    return bool(torch.stack(finite).all())  # waited for once
+    return not finite or bool(torch.stack(finite).all())  # waited for once
 
 
 def diverged(what: str, step: int, width: Width) -> OtaroError:

@@ -47,7 +47,8 @@ def tune(
         str | None, typer.Option(help="otaro, bps, uniform, tiers, fp16, or fixed:E5M8 … fixed:E5M3.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Updates; overrides --epochs. With tiers, a third as many then fit them.")
+        int | None,
+        typer.Option(min=1, help="Updates that tune; overrides --epochs. Those that fit tiers come after them."),
     ] = None,
     epochs: Annotated[float, typer.Option(min=0.001, help="Times to go through the data.")] = 1.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per process that are computed at once.")] = 8,
@@ -98,7 +99,7 @@ def tune(
         ),
     ] = None,
     fit_only: Annotated[
-        bool, typer.Option("--fit-only", help="Tune nothing, only fit E5M4 and E5M3 to the weights as they are.")
+        bool, typer.Option("--fit-only", help="Tune nothing, only fit the ultra-low widths to the weights as they are.")
     ] = False,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank, merged at the end.")
@@ -134,7 +135,7 @@ def tune(
 ) -> None:
     """Tune a model once, so that it is good at every precision.
 
-    What is left out and has no default here is the recipe's.
+    Settings that are left out and have no default here are the recipe's.
     """
     given = {**locals(), "optim": optimizer}  # options by their names
     import torch
@@ -145,7 +146,7 @@ def tune(
     from otaro.tune.resume import last_complete
 
     if not out.name:
-        raise OtaroError(f"{str(out)!r} is the folder you are in: name one that does not exist yet")
+        raise OtaroError(f"{str(out)!r} is no name for a folder: choose one that does not exist yet")
     work = out.with_name(f"{out.name}.tuning")
     if resume and (updates := finished_updates(out)) is not None:
         if _is_first():

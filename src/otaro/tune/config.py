@@ -28,6 +28,12 @@ def setting(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+DEEPSPEED_REFUSED = (
+    "DeepSpeed is not supported: its engine owns the optimizer, which must hold gradients back; "
+    "use the accelerate configs for DDP or FSDP2 instead"
+)
+
+
 @dataclass
 class TuneArguments(TrainingArguments):  # type: ignore[misc]
     """Everything a run is set by. Widths are written as text, ``all`` or ``E5M8,E5M4``, so that they parse and save."""
@@ -55,20 +61,19 @@ class TuneArguments(TrainingArguments):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
-            raise OtaroError(
-                "DeepSpeed is not supported: its engine owns the optimizer, which must hold gradients back; "
-                "use the accelerate configs for DDP or FSDP2 instead"
-            )
-        for name in ("learning_rate", "num_train_epochs"):
-            value = getattr(self, name)
+            raise OtaroError(DEEPSPEED_REFUSED)
+        named = {"learning rate": self.learning_rate, "number of epochs": self.num_train_epochs, "λ": self.exploration}
+        for name, value in named.items():
             if value is not None and not math.isfinite(value):
-                raise OtaroError(f"{name.replace('_', ' ')} {value} is no number to tune with: choose another")
+                raise OtaroError(f"the {name} {value} is no number to tune with: choose another")
         if not 0 <= self.seed < 2**32:
             raise OtaroError(f"the seed {self.seed} is no number from 0 to {2**32 - 1}: choose another")
         if self.delay < 1:
             raise OtaroError(f"a delay of {self.delay} batches holds nothing: choose 1 or more")
         if self.delay_apply not in APPLY:
             raise OtaroError(f"held gradients are applied as {' or '.join(APPLY)}, not as {self.delay_apply!r}")
+        if self.method == "tiers" and not self.ultra_low_widths:
+            raise OtaroError("the method tiers fits ultra-low widths: name some, or choose the method fp16")
         if self.method == "tiers" and len(self.ultra_low_widths) > MOST_TIERS:
             raise OtaroError(f"{self.ultra_low} are too many tiers: choose at most {MOST_TIERS}")
         if not 0 <= self.average <= 1:

@@ -214,7 +214,7 @@ def make_example(record: Any, tokenizer: Any, where: str) -> Example:
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
         return _conversation(messages, tokenizer, where)
     if record.get("text") is not None:
-        return [(_string(record, "text", where) + end, True)]
+        return [(_string(record, "text", where).removeprefix("\ufeff") + end, True)]
     raise OtaroError(f"{where} has none of the fields text, instruction or messages: each record is {FORMS}")
 
 

@@ -28,6 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.training_args import OptimizerNames
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -42,7 +43,7 @@ from otaro.refresh import Refresher
 from otaro.tune import average, resume
 from otaro.tune.callbacks import UpdateCallback, model_signature, settings
 from otaro.tune.compilation import Compilation, can_compile
-from otaro.tune.config import TuneArguments
+from otaro.tune.config import DEEPSPEED_REFUSED, TuneArguments
 from otaro.tune.data import learn_prompts, lengths, make_collator
 from otaro.tune.delay import DelayedOptimizer
 from otaro.tune.finishing import finish
@@ -140,14 +141,12 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
             options["train_dataset"], self.held_out = hold_back(
                 options["train_dataset"], args.held_back, args.constants.held_back_most
             )
-        # Whoever is reported to has packages of its own.
-        reporting = (
-            foreign_code(f"the run cannot report to {' and '.join(args.report_to)}")
-            if args.report_to
-            else nullcontext()
-        )
-        with reporting:
-            super().__init__(model=model, args=args, **options)
+        for name in args.report_to:
+            with foreign_code(f"the run cannot report to {name}"):  # whose package may not be there
+                get_reporting_integration_callbacks([name])[0]()
+        super().__init__(model=model, args=args, **options)
+        if self.is_deepspeed_enabled:
+            raise OtaroError(DEEPSPEED_REFUSED)
         sizes = lengths(self.train_dataset)
         tokens = sum(sizes) / len(sizes) * min(update_sequences(args), len(sizes)) if sizes else None
         if args.learning_rate is None:
@@ -206,9 +205,8 @@ class OtaroTrainer(Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         created = self.optimizer is None
-        with foreign_code(
-            f"the optimizer {OptimizerNames(self.args.optim).value} cannot be had"
-        ):  # some are of packages of their own
+        # Some are of packages of their own.
+        with foreign_code(f"the optimizer {OptimizerNames(self.args.optim).value} cannot be had"):
             optimizer = super().create_optimizer(model)
         if not self._hooked:
             self._hooked = True
