@@ -169,7 +169,8 @@ def _store_codes(
     GROUPS: tl.constexpr = BLOCK // GROUP
     grouped = tl.reshape(value, (GROUPS, GROUP))
     own = tl.reshape(d < DIM, (GROUPS, GROUP))
-    scale = _find_scale(grouped, tl.sum((~own).to(tl.int32), axis=1), 2, CANDIDATES, ERROR_MANTISSA)
+    missing = 0 if DIM == BLOCK else tl.sum((~own).to(tl.int32), axis=1)
+    scale = _find_scale(grouped, missing, 2, CANDIDATES, ERROR_MANTISSA)
     code = _nested_code(tl.where((scale >= 128)[:, None], -grouped, grouped), scale)
     code = tl.where(own, code, 272) >> (8 - MANTISSA)
     number = tl.arange(0, GROUPS)
