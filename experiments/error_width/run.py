@@ -5,9 +5,10 @@
     python -m experiments.error_width.run --train train.npy --texts valid.npy --quick       # for a look on a CPU
 
 A rule is written as a sum: `M4+4M5` is the squared error at E5M4 plus four times that at E5M5; `M5 of 8` chooses from
-2^E times 1.25, 1.5 and 1.75 too, not from the product's five, and `M5 of 6` from 2^E times 1.25 too. Errors are whole
-numbers, as in the product, in units of 2^(E-10), but those at E5M5 alone in units of 2^(E-11) and those with E5M8 in
-units of 2^(E-12). Linear layers only; their weights are replaced by their values. The file is written after every rule.
+2^E times 1.5 and 1.75 too, not from the product's six, and `M5 of 5` not from 2^E times 1.25 (`rules.json` is of those
+five). Errors are whole numbers, as in the product, in units of 2^(E-10), but those at E5M5 alone in units of 2^(E-11)
+and those with E5M8 in units of 2^(E-12). Linear layers only; their weights are replaced by their values. The file is
+written after every rule.
 """
 
 from __future__ import annotations
@@ -58,13 +59,12 @@ def squared_errors(grouped: Tensor, first: Tensor, candidate: Tensor, rule: dict
 
 def scales(weight: Tensor, name: str) -> Tensor:
     """The scale of every group by a rule; the rows are whole groups."""
-    rule, above = parse(name), int(name.partition(" of ")[2] or sefp.CANDIDATES) - sefp.CANDIDATES
+    rule, count = parse(name), int(name.partition(" of ")[2] or sefp.CANDIDATES)
     grouped = sefp.in_groups(weight.float(), 64)
     first = (sefp.group_exponents(weight, 64).clamp(sefp.EXPONENT_MIN, sefp.EXPONENT_MAX) + sefp.EXPONENT_OFFSET) << 2
     negative = grouped.amax(-1) > -grouped.amin(-1)
     grouped = torch.where(negative[..., None], -grouped, grouped)
-    offsets = range(above, -sefp.CANDIDATES, -1)
-    candidates = [(first + offset).clamp(sefp.SCALE_MIN, sefp.SCALE_MAX) for offset in offsets]
+    candidates = [(first + offset).clamp(sefp.SCALE_MIN, sefp.SCALE_MAX) for offset in range(count - 5, -5, -1)]
     scale, least = candidates[0], squared_errors(grouped, first, candidates[0], rule)
     for candidate in candidates[1:]:
         error = squared_errors(grouped, first, candidate, rule)

@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")  # TF32 holds every value but some of E5M8 to the bit
     model = common.load_model(arguments.model)
     tokens = common.tokens_of(Path(arguments.text), arguments.model)
-    widths = list(Precision)
+    widths = [Precision(width) for width in arguments.widths.split(",")] if arguments.widths else list(Precision)
     if arguments.quick:
         arguments.window, widths = 256, [Precision.E5M8, Precision.E5M4, Precision.E5M3]
         tokens = tokens[: 2 * arguments.window]
@@ -145,6 +145,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"full precision: {result['full_precision']:.4f}", flush=True)
     for row in rows():
         if arguments.only and row.table not in arguments.only.split(";"):
+            continue
+        if arguments.rows and row.name not in arguments.rows.split(";"):
             continue
         started = time.perf_counter()
         measured = {}
@@ -192,6 +194,8 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8, help="windows at a time")
     parser.add_argument("--only", help="these tables only, with ; between")
+    parser.add_argument("--rows", help="these rows only, with ; between")
+    parser.add_argument("--widths", help="these widths only, with commas between")
     parser.add_argument("--json", help="write the results there, after every row")
     parser.add_argument("--quick", action="store_true", help="two small windows and three widths only, for a look")
     parser.add_argument("--show", help="print the tables of an earlier run and stop")
