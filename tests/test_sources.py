@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import Chunk, WeightConverter
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from otaro.errors import FormatError, SourceError
+from otaro import sefp
+from otaro.errors import FormatError, SourceError, WeightError
 from otaro.safetensors_file import DTYPES, SafetensorsFile
 from otaro.sources import Source, TensorSpec, conversion, folder, open_source
 from otaro.sources import gguf as gguf_source
@@ -786,6 +787,22 @@ def test_safetensors_file_with_an_absurd_length(tmp_path: Path) -> None:
 def test_safetensors_file_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"none\.safetensors cannot be opened"):
         SafetensorsFile(tmp_path / "none.safetensors")
+
+
+def test_weights_that_cannot_be_packed_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter may be a single number, or empty."""
+    build = transformers.LlamaForCausalLM.__init__
+
+    def with_more(self: Any, config: Any) -> None:
+        build(self, config)
+        self.single, self.empty = torch.nn.Parameter(torch.tensor(2.5)), torch.nn.Parameter(torch.empty(0, 64))
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", with_more)
+    random_model("llama").save_pretrained(tmp_path)
+    with open_source(str(tmp_path)) as source:
+        assert load_model(source).single == load_file(tmp_path / "model.safetensors")["single"]
+    with pytest.raises(WeightError, match=r"single holds nan at \[\]"):
+        sefp.check_finite(torch.tensor(torch.nan), "single")
 
 
 def test_a_model_in_eight_bits_is_loaded(tmp_path: Path) -> None:

@@ -133,6 +133,11 @@ def check_weight(weight: Tensor, name: str = "the tensor") -> None:
         raise WeightError(f"{name} is {weight.dtype}: only float32, float16 and bfloat16 weights can be encoded")
     if weight.dim() == 0 or weight.numel() == 0:
         raise WeightError(f"{name} of shape {list(weight.shape)} holds no row of weights to encode")
+    check_finite(weight, name)
+
+
+def check_finite(weight: Tensor, name: str = "the tensor") -> None:
+    """Refuse NaN and infinity in a tensor of any shape, naming it and the first bad position."""
     finite = torch.isfinite(weight)
     if not bool(finite.all()):
         index = int((~finite).flatten().int().argmax())

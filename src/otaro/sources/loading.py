@@ -42,7 +42,7 @@ def load_model(
             see(spec, weight)
             state[spec.name].copy_(weight)
             if spec.name in parameters:
-                sefp.check_weight(state[spec.name], f"tensor {spec.name}")
+                sefp.check_finite(state[spec.name], f"tensor {spec.name}")
             if progress is not None:
                 progress(f"reading {spec.name}", number, len(source.tensors))
     model.tie_weights()
